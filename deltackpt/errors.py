@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One error tree: a class per thing that a caller would do differently.
+
+Each class has a stable ``code`` for programs; each message names the object, what was
+expected, what was found and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DeltackptError(Exception):
+    """Base of every error that deltackpt raises on purpose."""
+
+    code: ClassVar[str] = "deltackpt"
+
+
+class OptionError(DeltackptError, ValueError):
+    """An option or an argument has a value that cannot work."""
+
+    code = "option"
+
+
+class TableSelectionError(DeltackptError, ValueError):
+    """Tables or slots cannot be chosen from the state as asked."""
+
+    code = "table-selection"
+
+
+class TrackingError(DeltackptError):
+    """The touched rows do not cover what changed, or the tracking does not fit the tables."""
+
+    code = "tracking"
+
+
+class ClosedError(DeltackptError, RuntimeError):
+    """The manager was closed, or is used in a forked child."""
+
+    code = "closed"
+
+
+class SaveFailed(DeltackptError):
+    """A background save failed; the previous step is intact and no touched row is lost."""
+
+    code = "save-failed"
+
+
+class WaitTimeout(DeltackptError, TimeoutError):
+    """A bounded wait ran out; the message names what was waited for."""
+
+    code = "timeout"
+
+
+class FencedError(DeltackptError):
+    """Another trainer has taken over the directory."""
+
+    code = "fenced"
+
+
+class StorageError(DeltackptError, OSError):
+    """The store refused: full, read-only, unreachable."""
+
+    code = "storage"
+
+
+class OutOfSpace(StorageError):
+    """Too little free space for the save that was asked for."""
+
+    code = "out-of-space"
+
+
+class UnsupportedRoot(DeltackptError, ValueError):
+    """The directory's scheme or file system is not one that deltackpt can commit on."""
+
+    code = "unsupported-root"
+
+
+class RestoreError(DeltackptError):
+    """Base of what can be wrong with a stored step."""
+
+    code = "restore"
+
+
+class StepNotFound(RestoreError, LookupError):
+    """No such step was committed."""
+
+    code = "step-not-found"
+
+
+class StepGone(RestoreError):
+    """The step, or a parent of it, was removed while it was being read."""
+
+    code = "step-gone"
+
+
+class ForeignDirectory(RestoreError):
+    """The directory is not one that deltackpt wrote."""
+
+    code = "foreign-directory"
+
+
+class FormatTooNew(RestoreError):
+    """The step needs a newer deltackpt."""
+
+    code = "format-too-new"
+
+
+class Damaged(RestoreError):
+    """A stored object is missing, truncated or altered; ``object_name`` names it."""
+
+    code = "damaged"
+
+    def __init__(self, object_name: str, expected: str, found: str, action: str = ""):
+        self.object_name = object_name
+        self.expected = expected
+        self.found = found
+        self.action = action or "restore an older step: restore_latest() falls back by itself"
+        super().__init__(f"{object_name}: expected {expected}, found {found}; {self.action}")
+
+    def __reduce__(self):
+        return type(self), (self.object_name, self.expected, self.found, self.action)
+
+
+class BrokenChain(RestoreError):
+    """A delta's parent is missing, or is not the save that the delta was taken against."""
+
+    code = "broken-chain"
+
+
+class NoIntactStep(RestoreError):
+    """Steps were committed, and none of them is intact."""
+
+    code = "no-intact-step"
+
+
+class TemplateMismatch(RestoreError, ValueError):
+    """The abstract state asks for something else than the step holds."""
+
+    code = "template-mismatch"
