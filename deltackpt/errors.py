@@ -44,6 +44,8 @@ class SaveFailed(DeltackptError):
     """A background save failed; the previous step is intact and no touched row is lost."""
 
     code = "save-failed"
+    #: The ``Saved`` of the save that was taken while this was raised; None in ``wait()``.
+    taken: object = None
 
 
 class WaitTimeout(DeltackptError, TimeoutError):

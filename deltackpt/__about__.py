@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version, and what a checkpoint records of its writers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+
+__version__ = "0.1.0"
+
+
+@functools.cache
+def writer_versions() -> dict[str, str]:
+    """Versions of deltackpt and of the libraries that write bytes."""
+    found = {"deltackpt": __version__}
+    for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy"):
+        found[name] = importlib.metadata.version(name)
+    return found

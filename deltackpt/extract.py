@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Touched rows of each addressable shard, as RowBlocks.
+
+A save reads the training state through ``FieldSource``: one field of one group as this process
+sees it, a list of shards in row order. Which rows a save needs is decided once per table from
+the stamps; each field then gathers those rows, whatever its own sharding.
+
+On the CPU backend shards are zero-copy numpy views, gathered with numpy (measured 10 times
+faster there than jitted ``nonzero`` and gather). XLA refuses to donate a buffer while a view of
+it lives and copies it instead, so a view is dropped as soon as its rows are copied. On an
+accelerator a gather is dispatched per shard before ``save()`` returns; the transfer to the host
+overlaps the next steps, which may donate the tables because the gather came first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deltackpt import blocks
+from deltackpt.blocks import RowBlock, Rows
+from deltackpt.errors import TableSelectionError
+from deltackpt.manifest import FieldSpec, GroupEntry
+from deltackpt.staging import Staging
+from deltackpt.tables import Layout
+
+
+@dataclasses.dataclass(eq=False)
+class FieldShard:
+    """Consecutive virtual rows of one field: ``data`` is (stop - start, *trailing)."""
+
+    start: int
+    stop: int
+    data: Any
+
+    def host(self) -> np.ndarray:
+        """The rows in host memory; a zero-copy view on the CPU backend."""
+        return np.asarray(self.data)
+
+
+@dataclasses.dataclass(eq=False)
+class FieldSource:
+    """One field of one group on this process; shards ascend and do not overlap.
+
+    ``trailing`` is the shape of one row as this process holds it.
+    """
+
+    columns: tuple[int, int]
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+    shards: list[FieldShard]
+
+    def gather(self, rows: Rows, out: np.ndarray) -> None:
+        """Copies ``rows`` into ``out``, (len(rows), *trailing)."""
+        for shard in self.shards:
+            part = blocks.row_slice(rows, shard.start, shard.stop)
+            if part.start == part.stop:
+                continue
+            chosen = rows[part]
+            if isinstance(chosen, range):
+                np.copyto(
+                    out[part], shard.host()[chosen.start - shard.start : chosen.stop - shard.start]
+                )
+            else:
+                # mode="clip" lets numpy write straight into `out`; the rows are in range.
+                np.take(shard.host(), chosen - shard.start, axis=0, out=out[part], mode="clip")
+
+    def pieces(self, rows: Rows, limit_rows: int) -> Iterator[np.ndarray]:
+        """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
+
+        Each piece is valid until the next one is asked for.
+        """
+        if isinstance(rows, range):
+            for shard in self.shards:
+                part = rows[blocks.row_slice(rows, shard.start, shard.stop)]
+                for start in range(part.start, part.stop, limit_rows):
+                    stop = min(start + limit_rows, part.stop)
+                    yield np.asarray(shard.data[start - shard.start : stop - shard.start])
+            return
+        buffer = np.empty((min(limit_rows, len(rows)), *self.trailing), self.dtype)
+        for start in range(0, len(rows), limit_rows):
+            chosen = rows[start : start + limit_rows]
+            self.gather(chosen, buffer[: len(chosen)])
+            yield buffer[: len(chosen)]
+
+
+@dataclasses.dataclass(eq=False)
+class SegmentSource:
+    """The rows that one segment of a save holds, and where to take them from."""
+
+    group: str
+    columns: tuple[int, int]
+    rows: Rows
+    fields: dict[str, FieldSource]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all fields."""
+        return sum(
+            int(np.prod(source.trailing, dtype=np.int64)) * source.dtype.itemsize
+            for source in self.fields.values()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows over all fields."""
+        return self.row_bytes * len(self.rows)
+
+    def detached(self) -> SegmentSource:
+        """The segment without its shards: a reference to them would block donation."""
+        fields = {
+            name: dataclasses.replace(source, shards=[]) for name, source in self.fields.items()
+        }
+        return dataclasses.replace(self, fields=fields)
+
+    def copied(self, staging: Staging) -> RowBlock:
+        """The rows in staging memory: independent of the training state."""
+        fields = {}
+        for name, source in self.fields.items():
+            out = staging.take((len(self.rows), *source.trailing), source.dtype)
+            source.gather(self.rows, out)
+            fields[name] = out
+        return RowBlock(self.group, self.rows, self.columns, fields)
+
+
+def field_source(
+    layout: Layout, group: GroupEntry, spec: FieldSpec, leaves: Mapping[str, Mapping[str, Any]]
+) -> list[FieldSource]:
+    """Sources of one field, one for each column range that this process holds.
+
+    Args:
+      layout: tables and groups.
+      group: the group.
+      spec: one of its fields.
+      leaves: table name to field name to array, (rows, *trailing).
+    """
+    by_columns: dict[tuple[int, int], list[FieldShard]] = {}
+    width = spec.trailing[0] if spec.trailing else 1
+    for table in layout.tables:
+        if table.group != group.name:
+            continue
+        leaf = leaves[table.name][spec.name]
+        for start, stop, columns, data in _shards(leaf, width):
+            shard = FieldShard(table.offset + start, table.offset + stop, data)
+            by_columns.setdefault(columns, []).append(shard)
+    return [
+        FieldSource(
+            columns,
+            tuple(shards[0].data.shape[1:]),
+            np.dtype(shards[0].data.dtype),
+            sorted(shards, key=lambda shard: shard.start),
+        )
+        for columns, shards in sorted(by_columns.items())
+    ]
+
+
+def _shards(leaf: Any, width: int) -> Iterator[tuple[int, int, tuple[int, int], Any]]:
+    """(first row, last row + 1, columns, data) of each distinct piece of an array here."""
+    if not isinstance(leaf, jax.Array):
+        yield 0, leaf.shape[0], (0, width), leaf
+        return
+    for shard in leaf.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+        rows = shard.index[0] if shard.index else slice(None)
+        columns = shard.index[1] if len(shard.index) > 1 else slice(None)
+        start, stop, _ = rows.indices(leaf.shape[0])
+        first, last, _ = columns.indices(width)
+        yield start, stop, (first, last), shard.data
+
+
+def touched_rows(stamps: jax.Array | np.ndarray, since_clock: int, offset: int) -> np.ndarray:
+    """Virtual indices, int64 ascending, of the rows stamped after ``since_clock``."""
+    return np.flatnonzero(np.asarray(stamps) > since_clock) + np.int64(offset)
+
+
+def segment_sources(
+    layout: Layout,
+    leaves: Mapping[str, Mapping[str, Any]],
+    rows_of: Mapping[str, Rows],
+    *,
+    whole: bool,
+) -> list[SegmentSource]:
+    """What a save reads: for each group its rows, and its ``always`` fields whole.
+
+    Args:
+      layout: tables and groups.
+      leaves: table name to field name to array.
+      rows_of: group name to the virtual rows that the save holds.
+      whole: True for a base, where ``always`` fields need no segment of their own.
+
+    Raises:
+      TableSelectionError: shards of a field leave rows of a table uncovered.
+    """
+    segments = []
+    for group in layout.groups:
+        usual = [spec for spec in group.fields if whole or not spec.always]
+        always = [spec for spec in group.fields if not whole and spec.always]
+        for specs, rows in ((usual, rows_of[group.name]), (always, range(group.rows))):
+            by_columns: dict[tuple[int, int], dict[str, FieldSource]] = {}
+            for spec in specs:
+                for source in field_source(layout, group, spec, leaves):
+                    columns = source.columns if spec.name == blocks.VALUES else (0, 0)
+                    by_columns.setdefault(columns, {})[spec.name] = source
+            segments += [
+                SegmentSource(group.name, columns, rows, fields)
+                for columns, fields in _joined(by_columns, group).items()
+            ]
+    _check_covered(layout, segments)
+    return segments
+
+
+def _joined(
+    by_columns: dict[tuple[int, int], dict[str, FieldSource]], group: GroupEntry
+) -> dict[tuple[int, int], dict[str, FieldSource]]:
+    """Slots ride in the segment of the values where the table is not split along its width."""
+    slots = by_columns.pop((0, 0), {})
+    width = _width(group)
+    if len(by_columns) <= 1:
+        (columns, fields), *_ = by_columns.items() or [((0, width), {})]
+        return {columns: fields | slots} if fields or slots else {}
+    return by_columns | ({(0, width): slots} if slots else {})
+
+
+def _width(group: GroupEntry) -> int:
+    trailing = next(spec.trailing for spec in group.fields if spec.name == blocks.VALUES)
+    return trailing[0] if trailing else 1
+
+
+def _check_covered(layout: Layout, segments: Sequence[SegmentSource]) -> None:
+    total = {group.name: group.rows for group in layout.groups}
+    for segment in segments:
+        for name, source in segment.fields.items():
+            covered = sum(shard.stop - shard.start for shard in source.shards)
+            if covered != total[segment.group]:
+                raise TableSelectionError(
+                    f"group {segment.group}, field {name}: expected shards that cover "
+                    f"{total[segment.group]} rows on this process, found {covered}; arrays that "
+                    "span several processes are not supported yet"
+                )
+
+
+@jax.jit
+def _device_copy(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(array) for array in arrays]
+
+
+def hold(segments: Sequence[SegmentSource]) -> None:
+    """Makes the sources outlive donation: a device copy off the CPU, where views do already."""
+    for segment in segments:
+        for source in segment.fields.values():
+            for shard in source.shards:
+                if isinstance(shard.data, jax.Array):
+                    if next(iter(shard.data.devices())).platform == "cpu":
+                        shard.data = np.asarray(shard.data)
+                    else:
+                        [shard.data] = _device_copy([shard.data])

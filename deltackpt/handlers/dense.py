@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves through Orbax's own PyTree handler.
+
+Orbax 0.12.8 refuses two kinds of leaves that training states hold: numpy scalars, which travel
+as arrays without axes, and arrays without elements, which travel as a string that says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from deltackpt import codecs
+
+_EMPTY = "deltackpt:empty"
+
+
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler for the dense item."""
+    return ocp.PyTreeCheckpointHandler()
+
+
+def save_args(dense: dict[str, Any]) -> ocp.args.PyTreeSave:
+    """Save arguments of the dense leaves, nested dicts."""
+    return ocp.args.PyTreeSave(jax.tree.map(_storable, dense, is_leaf=_is_none))
+
+
+def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTreeRestore:
+    """Restore arguments of the dense leaves.
+
+    Args:
+      abstract: what to restore, with the wanted shardings, like the argument of ``save_args``;
+        None restores everything, arrays as numpy arrays.
+      stored: Orbax's metadata of the stored item.
+    """
+    if abstract is None:
+        kinds = jax.tree.map(_host_args, stored, is_leaf=_is_leaf_metadata)
+        return ocp.args.PyTreeRestore(restore_args=kinds)
+    item = jax.tree.map(_storable, abstract, is_leaf=_is_none)
+    item = jax.tree.map(_with_sharding, item, is_leaf=_is_none)
+    return ocp.args.PyTreeRestore(
+        item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
+    )
+
+
+def restored(found: dict[str, Any], abstract: dict[str, Any] | None) -> dict[str, Any]:
+    """The dense leaves as they were given to ``save_args``."""
+    found = jax.tree.map(_original, found, is_leaf=_is_none)
+    if abstract is None:
+        return found
+    return jax.tree.map(_like, found, abstract, is_leaf=_is_none)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _is_leaf_metadata(leaf: Any) -> bool:
+    return not isinstance(leaf, (dict, list, tuple))
+
+
+def _storable(leaf: Any) -> Any:
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and 0 in leaf.shape:
+        shape = ",".join(str(size) for size in leaf.shape)
+        return f"{_EMPTY}:{np.dtype(leaf.dtype).name}:{shape}"
+    return leaf
+
+
+def _original(leaf: Any) -> Any:
+    if isinstance(leaf, str) and leaf.startswith(_EMPTY + ":"):
+        _, _, dtype, shape = leaf.split(":")
+        return np.empty([int(size) for size in shape.split(",")], codecs.dtype_of(dtype))
+    return leaf
+
+
+def _like(leaf: Any, abstract: Any) -> Any:
+    """Gives back the kind of leaf that the template has where Orbax changed it."""
+    if isinstance(abstract, np.generic):
+        return abstract.dtype.type(leaf)
+    if isinstance(abstract, (jax.Array, jax.ShapeDtypeStruct)) and isinstance(leaf, np.ndarray):
+        return jax.device_put(leaf, getattr(abstract, "sharding", None))
+    return leaf
+
+
+def _with_sharding(leaf: Any) -> Any:
+    """Restoring without shardings goes to the default device, whatever the topology was."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=default)
+    return leaf
+
+
+def _host_args(metadata: Any) -> ocp.RestoreArgs:
+    if isinstance(metadata, ocp.metadata.ArrayMetadata):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.RestoreArgs()

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lineage: what the trainer knows of its own saves.
+
+A save becomes a parent only once it is committed, and the lineage learns that by looking for its
+own save id at the path where the save in flight was to appear: no directory listing, no name
+parsing. A save that failed is simply not there, so the next delta's parent is the last committed
+one and its clock, and no touched row is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltackpt import layout, manifest
+from deltackpt.chain import SaveInfo
+from deltackpt.errors import RestoreError
+from deltackpt.manifest import Kind, Manifest, ParentRef, SaveId
+from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History
+from deltackpt.storage import files
+from deltackpt.touched import clock_exhausted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intent:
+    """What one save will be.
+
+    ``since_clock`` is the parent's clock: rows stamped after it are touched. It is None for a
+    base.
+    """
+
+    kind: Kind
+    save_id: SaveId
+    parent: ParentRef | None
+    since_clock: int | None
+    reason: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Known:
+    """A save of this process: committed, or in flight."""
+
+    info: SaveInfo
+    path: Path
+    clock: int | None
+    layout: Hashable
+    total_bytes: int = 0
+    chain_length: int = 0
+
+
+class Lineage:
+    """Decides what each save is and remembers what was committed; thread-safe."""
+
+    def __init__(
+        self,
+        policy: BaseOrDelta | None = None,
+        *,
+        item: str = layout.EMBEDDINGS_ITEM,
+        protected: bool = True,
+    ):
+        """Starts a new run.
+
+        Args:
+          policy: base or delta; ``Consecutive()`` by default.
+          item: name of our item in a step directory.
+          protected: whether retention is bound to this lineage by ``KeepChain``; where it is
+            not, every save is a base, since a stock policy would delete bases under live deltas.
+        """
+        self._policy = policy or Consecutive()
+        self._item = item
+        self._protected = protected
+        self._lock = threading.RLock()
+        self._start_run()
+
+    @classmethod
+    def unprotected(cls) -> Lineage:
+        """A lineage whose saves are all bases."""
+        return cls(protected=False)
+
+    @property
+    def run(self) -> str:
+        """Id of the run: new at every start and at every restore."""
+        return self._run
+
+    def begin(
+        self,
+        step: int,
+        step_dir: Path,
+        *,
+        clock: int | None,
+        layout: Any,
+        force_base: bool = False,
+    ) -> Intent:
+        """Decides what the save of ``step`` is and notes it as in flight.
+
+        Args:
+          step: the training step.
+          step_dir: where it will stand once committed.
+          clock: clock of the TouchState that it saw, None without one.
+          layout: the tables' layout; a delta's parent must have an equal one.
+          force_base: take a base whatever the policy says.
+        """
+        with self._lock:
+            self._settle()
+            self._attempt += 1
+            save_id = SaveId(self._run, step, self._attempt)
+            kind, parent, reason = self._decide(clock, layout, force_base)
+            ref = None
+            if parent is not None:
+                ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
+            info = SaveInfo(
+                save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0
+            )
+            self._in_flight = _Known(info=info, path=step_dir, clock=clock, layout=layout)
+            if parent is not None:
+                self._in_flight.total_bytes = parent.total_bytes
+                self._in_flight.chain_length = parent.chain_length + 1
+            return Intent(
+                kind=kind,
+                save_id=save_id,
+                parent=ref,
+                since_clock=parent.clock if parent is not None else None,
+                reason=reason,
+            )
+
+    def next(self, *, clock: int | None, layout: Any, force_base: bool = False) -> Decision:
+        """What ``begin`` would decide now, without noting anything."""
+        with self._lock:
+            self._settle()
+            kind, parent, reason = self._decide(clock, layout, force_base)
+            if parent is None:
+                return Decision(kind=kind, parent=None, reason=reason)
+            which = "base" if parent is self._anchor else "previous"
+            return Decision(kind=kind, parent=which, reason=reason)
+
+    def wrote(self, save_id: SaveId, nbytes: int) -> None:
+        """Notes the size of the save in flight, when its part is written."""
+        with self._lock:
+            known = self._in_flight
+            if known is not None and known.info.save_id == save_id:
+                known.info = dataclasses.replace(known.info, nbytes=nbytes)
+                known.total_bytes += nbytes
+
+    def failed(self, save_id: SaveId) -> None:
+        """Forgets the save in flight; the committed parent and its clock stay."""
+        with self._lock:
+            if self._in_flight is not None and self._in_flight.info.save_id == save_id:
+                self._in_flight = None
+
+    def adopt(self, chain: Sequence[SaveInfo], step_dir: Path, layout: Any) -> None:
+        """Starts a new run at a restored step: the parent of what follows, at clock 0.
+
+        Args:
+          chain: the saves that were restored, base first.
+          step_dir: the restored step.
+          layout: the tables' layout.
+        """
+        with self._lock:
+            self._start_run()
+            target = chain[-1]
+            self._previous = self._anchor = _Known(
+                info=target,
+                path=step_dir,
+                clock=0,
+                layout=layout,
+                total_bytes=sum(info.nbytes for info in chain),
+                chain_length=len(chain) - 1,
+            )
+            self._base_bytes = chain[0].nbytes
+
+    def restart(self) -> None:
+        """Starts a new run without a parent: the next save is a base."""
+        with self._lock:
+            self._start_run()
+
+    def protected(self) -> frozenset[SaveId]:
+        """Saves that retention must not remove: possible parents, and what is in flight."""
+        with self._lock:
+            self._settle()
+            known = (self._anchor, self._previous, self._in_flight)
+            ids = {entry.info.save_id for entry in known if entry is not None}
+            if self._in_flight is not None and self._in_flight.info.parent is not None:
+                ids.add(self._in_flight.info.parent.save_id)
+            return frozenset(ids)
+
+    def _start_run(self) -> None:
+        self._run = uuid.uuid4().hex
+        self._attempt = 0
+        #: The newest save whose clock is known and that deltas may all be taken against.
+        self._anchor: _Known | None = None
+        self._previous: _Known | None = None
+        self._in_flight: _Known | None = None
+        self._base_bytes = 0
+        self._delta_bytes: list[int] = []
+
+    def _settle(self) -> None:
+        """Promotes the save in flight if it was committed."""
+        known = self._in_flight
+        if known is None or not _stands(known, self._item):
+            return
+        self._in_flight = None
+        self._previous = known
+        if known.info.kind == "base":
+            self._anchor, self._base_bytes, self._delta_bytes = known, known.info.nbytes, []
+        else:
+            self._delta_bytes.append(known.info.nbytes)
+
+    def _decide(
+        self, clock: int | None, layout: Any, force_base: bool
+    ) -> tuple[Kind, _Known | None, str]:
+        anchor, previous = self._anchor, self._previous
+        for applies, reason in (
+            (force_base, "base: asked for by the caller"),
+            (not self._protected, "base: nothing protects a chain from retention"),
+            (clock is None, "base: no TouchState was given"),
+            (anchor is None or previous is None, "base: no committed save to build on"),
+            (clock is not None and clock_exhausted(clock), "base: the clock is exhausted"),
+        ):
+            if applies:
+                return "base", None, reason
+        assert anchor is not None and previous is not None and clock is not None
+        if previous.layout != layout:
+            return "base", None, "base: the tables are not those of the parent"
+        if any(known.clock is None or known.clock > clock for known in (anchor, previous)):
+            return "base", None, "base: the TouchState is not the one that the parent saw"
+        decision = self._policy.decide(
+            History(
+                base_bytes=self._base_bytes,
+                delta_bytes=tuple(self._delta_bytes),
+                chain_length=previous.chain_length,
+                chain_bytes=previous.total_bytes,
+            )
+        )
+        if decision.kind == "base":
+            return "base", None, decision.reason
+        parent = anchor if decision.parent == "base" else previous
+        if not _stands(parent, self._item):
+            return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
+        return "delta", parent, decision.reason
+
+
+def _stands(known: _Known, item: str) -> bool:
+    """Whether the save is committed at its path, under its own save id."""
+    try:
+        return read_manifest(known.path, item).save_id == known.info.save_id
+    except (RestoreError, OSError):
+        return False
+
+
+def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:
+    """Reads one manifest of a step.
+
+    Raises:
+      Damaged: it is missing or altered.
+    """
+    path = step_dir / item / layout.manifest_name(process)
+    name = f"{step_dir.name}/{item}/{path.name}"
+    return manifest.from_bytes(files.read_bytes(path), name=name)

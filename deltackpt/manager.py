@@ -1,0 +1,777 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CheckpointManager: what a training loop holds; it wires the rest together.
+
+It drives Orbax's v0 ``CheckpointManager``: the tables go through our handler, dense leaves
+through Orbax's own PyTree handler, further items through theirs, and Orbax commits the step.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import orbax.checkpoint as ocp
+
+from deltackpt import events, layout, pipeline, restore, tables, touched
+from deltackpt.blocks import VALUES
+from deltackpt.errors import (
+    ClosedError,
+    DeltackptError,
+    FormatTooNew,
+    NoIntactStep,
+    OptionError,
+    RestoreError,
+    SaveFailed,
+    StepGone,
+    TemplateMismatch,
+    WaitTimeout,
+)
+from deltackpt.handlers import commit, dense, retention, v0
+from deltackpt.lineage import Lineage
+from deltackpt.manifest import Kind
+from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, SaveReport
+from deltackpt.policy import BaseOrDelta, Consecutive, Decision
+from deltackpt.restore import Progress, RestoredTables
+from deltackpt.root import Root
+from deltackpt.staging import Staging
+from deltackpt.tables import Split, Tables
+from deltackpt.touched import TouchState
+
+Durability = Literal["power", "process"]
+WhenBusy = Literal["wait", "skip", "coalesce"]
+BaseSnapshot = Literal["block", "hold"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Every wait of the manager, in seconds.
+
+    Attributes:
+      save_secs: for a save in flight, at the next ``save()`` that waits.
+      close_secs: for the saves in flight at ``wait()`` and ``close()``.
+    """
+
+    save_secs: float = 1800.0
+    close_secs: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) > 0:
+                raise OptionError(
+                    f"Timeouts.{field.name}: expected a positive number of seconds, found "
+                    f"{getattr(self, field.name)!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """How a CheckpointManager saves.
+
+    Attributes:
+      policy: base or delta.
+      retention: which committed steps stay: a number of newest steps, an Orbax
+        ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
+      durability: ``"power"``: a step for which ``wait()`` has returned survives a power cut;
+        ``"process"``: it survives the end of the process, not of the machine.
+      when_busy: what ``save()`` does while a save is in flight: ``"wait"`` for it; ``"skip"``
+        this one; or ``"coalesce"``: make it due, to be taken by the first ``save_if_due()`` or
+        ``save()`` that finds the writer free. None of them loses a row: the next save covers
+        whatever was touched since its parent.
+      base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
+        ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
+        ``"block"`` returns when the tables have been written, and needs no memory.
+      staging_bytes: host memory for the rows of deltas in flight. A delta that needs more is
+        held like a base.
+      timeouts: limits of all waits.
+      read_only: restore only: no lease, no collection, no directory is made.
+    """
+
+    policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
+    retention: int | ocp.checkpoint_managers.PreservationPolicy | None = None
+    durability: Durability = "power"
+    when_busy: WhenBusy = "wait"
+    base_snapshot: BaseSnapshot = "hold"
+    staging_bytes: int = 1 << 30
+    timeouts: Timeouts = Timeouts()
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("durability", ("power", "process")),
+            ("when_busy", ("wait", "skip", "coalesce")),
+            ("base_snapshot", ("block", "hold")),
+        ):
+            if getattr(self, name) not in known:
+                raise OptionError(
+                    f"ManagerOptions.{name}: expected one of {known}, found "
+                    f"{getattr(self, name)!r}"
+                )
+        if isinstance(self.retention, int) and self.retention < 1:
+            raise OptionError(
+                f"ManagerOptions.retention: expected at least 1 step, found {self.retention}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What ``save()`` did.
+
+    Attributes:
+      step: the step asked for.
+      kind: base or delta; None where the save was skipped.
+      reason: why.
+      blocked_secs: how long ``save()`` kept the training thread.
+    """
+
+    step: int
+    kind: Kind | None
+    reason: str
+    blocked_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Restored:
+    """A restored step.
+
+    Attributes:
+      step: its number.
+      state: the state, like the template; without one, nested dicts and lists of numpy arrays.
+      touched: a fresh TouchState for what follows; None where the step was read only.
+      items: further items that were asked for.
+      chain: the steps that were read, base first.
+      skipped: newer steps that are not intact, with what is wrong with them.
+      source: where the tables came from.
+      bytes_read: bytes of tables and slots that were read.
+      seconds: wall time of the whole restore.
+    """
+
+    step: int
+    state: Any
+    touched: TouchState | None
+    items: dict[str, Any]
+    chain: tuple[int, ...]
+    skipped: tuple[tuple[int, RestoreError], ...]
+    source: str
+    bytes_read: int
+    seconds: float
+
+
+@dataclasses.dataclass(eq=False)
+class _InFlight:
+    step: int
+    pending: PendingSave
+    blocked_secs: float
+    started: float
+
+
+class CheckpointManager:
+    """Saves and restores a training state whose tables change by rows.
+
+    Thread-safe. Use it as a context manager, or call ``close()``.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, deltackpt
+      >>> state = {"tables": {"words": jnp.ones((1000, 8))}, "bias": jnp.zeros(3)}
+      >>> touched = deltackpt.touched.init(state["tables"])
+      >>> with tempfile.TemporaryDirectory() as root:
+      ...     handlers = {"embeddings": deltackpt.Tables(select="tables/*")}
+      ...     with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
+      ...         _ = manager.save(0, state, touched=touched)
+      ...         touched = deltackpt.touched.mark(touched, {"words": jnp.array([3, 5])})
+      ...         saved = manager.save(1, state, touched=touched)
+      ...         _ = manager.wait()
+      ...         result = manager.restore_latest(state)
+      >>> saved.kind, result.step, result.chain
+      ('delta', 1, (0, 1))
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        handlers: Mapping[str, Any] | None = None,
+        options: ManagerOptions | None = None,
+        sinks: tuple[events.Sink, ...] = (),
+    ):
+        """Opens a directory, and takes its lease unless it is opened read-only.
+
+        Args:
+          directory: root of the steps; made where it does not exist.
+          handlers: item names to what handles them: exactly one ``Tables`` (by default
+            ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers.
+          options: how to save.
+          sinks: receivers of save and restore events.
+
+        Raises:
+          OptionError: the handlers or options cannot work.
+          UnsupportedRoot, ForeignDirectory, StorageError: the directory cannot be used.
+        """
+        self.options = options or ManagerOptions()
+        self._sinks = sinks
+        self._item, self._tables, self._extra = _sorted_handlers(handlers)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._root = Root.open(directory, item=self._item, read_only=self.options.read_only)
+        self._lineage = Lineage(self.options.policy, item=self._item)
+        self._staging = Staging(self.options.staging_bytes)
+        self._in_flight: _InFlight | None = None
+        self._due: int | None = None
+        self._restored: int | None = None
+        self._reports: list[SaveReport] = []
+        self._orbax = self._open_orbax()
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        touched: TouchState | None = None,
+        items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        force_base: bool = False,
+    ) -> Saved:
+        """Saves a step; returns as soon as training may go on.
+
+        Args:
+          step: the training step, above every earlier one.
+          state: the whole training state, any pytree.
+          touched: its TouchState; found in ``state`` where it is None.
+          items: Orbax save arguments of further items.
+          metrics: for retention policies that look at them.
+          force_base: take a base whatever the policy says.
+
+        Raises:
+          SaveFailed: an earlier save failed in the background. This one *was* taken: its result
+            is ``error.taken``, and it covers what the failed one held.
+          FencedError: another trainer has taken over the directory.
+          OptionError: the step is not above those that the directory holds.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            self._check_usable(writing=True)
+            if self._busy() and self.options.when_busy != "wait":
+                return self._not_now(step, started)
+            failure = self._settle(self.options.timeouts.save_secs)
+            self._due = None
+            self._check_step(step)
+            saved = self._start(step, state, touched, items, metrics, force_base, started)
+        if failure is not None:
+            raise _save_failed(failure, saved) from failure.cause
+        return saved
+
+    def save_if_due(self, step: int, state: Any, **arguments: Any) -> Saved | None:
+        """Takes a save that ``when_busy="coalesce"`` made due, once the writer is free.
+
+        Call it once per training step; it does nothing (in microseconds) where no save is due.
+
+        Args:
+          step: the training step.
+          state: the state at that step.
+          **arguments: as for ``save``.
+        """
+        with self._lock:
+            if self._due is None or self._busy():
+                return None
+            return self.save(step, state, **arguments)
+
+    def next_save(self, state: Any, *, touched: TouchState | None = None) -> Decision:
+        """What the next save would be, and why; notes nothing."""
+        with self._lock:
+            self._check_usable(writing=True)
+            split = tables.split(state, self._tables)
+            found = touched if touched is not None else split.touched
+            clock = int(found.clock) if found is not None else None
+            return self._lineage.next(clock=clock, layout=split.layout)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the platform has announced that this job will be preempted at ``step``."""
+        return self._orbax.reached_preemption(step)
+
+    def wait(self) -> list[SaveReport]:
+        """Waits until every save is committed, as durable as ``options.durability`` says.
+
+        Returns:
+          Reports of the saves that were committed since the last call.
+
+        Raises:
+          SaveFailed: a save failed in the background.
+          WaitTimeout: it did not end within ``timeouts.close_secs``.
+        """
+        with self._lock:
+            self._check_usable()
+            failure = self._settle(self.options.timeouts.close_secs)
+            reports, self._reports = self._reports, []
+        if failure is not None:
+            raise _save_failed(failure, None) from failure.cause
+        return reports
+
+    # Restoring.
+
+    def restore_latest(
+        self,
+        abstract_state: Any = None,
+        *,
+        items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
+        progress: Progress | None = None,
+    ) -> Restored | None:
+        """Restores the newest intact step.
+
+        Args:
+          abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves,
+            their shardings are used; without it nested dicts and lists of numpy arrays result.
+          items: Orbax restore arguments of further items.
+          progress: called with bytes read and bytes in all.
+
+        Returns:
+          The step and what was skipped; None where no step was ever committed.
+
+        Raises:
+          NoIntactStep: steps were committed and none is intact.
+          TemplateMismatch, FormatTooNew: the newest step is intact and needs something else.
+        """
+        with self._lock:
+            self._check_usable()
+            self._settle_quietly()
+            skipped: list[tuple[int, RestoreError]] = []
+            for step in reversed(self.all_steps()):
+                try:
+                    result = self._restore(step, abstract_state, None, items, progress)
+                except (TemplateMismatch, FormatTooNew):
+                    raise
+                except RestoreError as error:
+                    skipped.append((step, error))
+                    warnings.warn(
+                        f"step {step} is skipped, it is not intact: {error}", stacklevel=2
+                    )
+                    continue
+                return dataclasses.replace(result, skipped=tuple(skipped))
+            if skipped:
+                raise NoIntactStep(
+                    f"{self._root.path}: expected an intact step, found {len(skipped)} steps and "
+                    f"none intact, the newest because {skipped[0][1]}; copy the directory back "
+                    "from a backup, or start again in an empty one"
+                )
+            return None
+
+    def restore(
+        self,
+        step: int,
+        abstract_state: Any = None,
+        *,
+        tables: Mapping[str, tuple[int, int] | None] | None = None,
+        items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
+        progress: Progress | None = None,
+    ) -> Restored:
+        """Restores one step.
+
+        Restoring an older step rolls back: at the next save the later steps are moved aside.
+
+        Args:
+          step: the step.
+          abstract_state: as for ``restore_latest``.
+          tables: read only these tables, and of each only a half-open range of rows (None for
+            all); ``state`` is then a dict of table name to field name to numpy array, and the
+            manager goes on as if nothing had been restored.
+          items: as for ``restore_latest``.
+          progress: as for ``restore_latest``.
+
+        Raises:
+          RestoreError: what is wrong with the step.
+        """
+        with self._lock:
+            self._check_usable()
+            self._settle_quietly()
+            return self._restore(step, abstract_state, tables, items, progress)
+
+    def all_steps(self) -> list[int]:
+        """Committed steps on disk, ascending."""
+        return sorted(self._root.steps())
+
+    def latest_step(self) -> int | None:
+        """Newest committed step on disk, None where there is none."""
+        return max(self._root.steps(), default=None)
+
+    def close(self) -> None:
+        """Waits for the saves in flight and gives the directory back.
+
+        Raises:
+          SaveFailed: a save failed in the background.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self.wait()
+            finally:
+                self._closed = True
+                self._close_orbax()
+                self._root.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._pid == os.getpid():
+            warnings.warn(
+                f"CheckpointManager of {self._root.path} was not closed; a save in flight may be "
+                "lost: use it in a with statement",
+                ResourceWarning,
+                stacklevel=1,
+            )
+
+    # The parts of a save.
+
+    def _start(
+        self,
+        step: int,
+        state: Any,
+        touch_state: TouchState | None,
+        items: Mapping[str, ocp.args.CheckpointArgs] | None,
+        metrics: Mapping[str, float] | None,
+        force_base: bool,
+        started: float,
+    ) -> Saved:
+        self._root.check_lease()
+        self._roll_back()
+        split = tables.split(state, self._tables)
+        embeddings = Embeddings(
+            split=split,
+            touched=touch_state if touch_state is not None else split.touched,
+            lineage=self._lineage,
+            options=PipelineOptions(
+                fsync=self._fsync,
+                staging_bytes=self.options.staging_bytes,
+                digests=("item", "step"),
+            ),
+            staging=self._staging,
+            force_base=force_base,
+        )
+        pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
+        args: dict[str, ocp.args.CheckpointArgs] = {self._item: v0.DeltaSave(pending)}
+        if split.layout.dense:
+            args[layout.DENSE_ITEM] = dense.save_args(split.dense)
+        try:
+            self._orbax.save(
+                step,
+                args=ocp.args.Composite(**args, **dict(items or {})),
+                metrics=metrics,
+                force=True,
+            )
+        except BaseException:
+            pending.abandon()
+            self._lineage.failed(pending.intent.save_id)
+            self._orbax.reload()
+            raise
+        if self.options.base_snapshot == "block":
+            self._wait_released(pending, step)
+        blocked_secs = time.perf_counter() - started
+        self._in_flight = _InFlight(step, pending, blocked_secs, started)
+        intent = pending.intent
+        return Saved(
+            step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs
+        )
+
+    def _wait_released(self, pending: PendingSave, step: int) -> None:
+        if not pending.released.wait(self.options.timeouts.save_secs):
+            raise WaitTimeout(
+                f"step {step}: expected its tables to be written within "
+                f"{self.options.timeouts.save_secs} s (timeouts.save_secs), found the write still "
+                "running; look at the storage"
+            )
+
+    def _not_now(self, step: int, started: float) -> Saved:
+        assert self._in_flight is not None
+        reason = f"step {self._in_flight.step} is still being saved"
+        if self.options.when_busy == "coalesce":
+            self._due = step
+            reason += "; due, save_if_due() takes it"
+        return Saved(
+            step=step,
+            kind=None,
+            reason=f"skipped: {reason}",
+            blocked_secs=time.perf_counter() - started,
+        )
+
+    def _check_step(self, step: int) -> None:
+        newest = self.latest_step()
+        if newest is None or step > newest or self._restored is not None:
+            return
+        raise OptionError(
+            f"step {step} in {self._root.path}: expected a step above {newest}, the newest in the "
+            "directory, found an older or equal one; call restore_latest() or restore(step) "
+            "first to go on from a step, or use an empty directory"
+        )
+
+    def _roll_back(self) -> None:
+        """Moves steps later than the restored one aside, once, before the first save."""
+        if self._restored is None:
+            return
+        moved = self._root.roll_back(self._restored, self._lineage.run)
+        self._restored = None
+        if moved:
+            self._orbax.reload()
+
+    def _busy(self) -> bool:
+        return self._in_flight is not None and self._orbax.is_saving_in_progress()
+
+    def _settle(self, timeout_secs: float) -> _Failure | None:
+        """Waits for the save in flight, if any, and reports it."""
+        flight = self._in_flight
+        if flight is None:
+            return None
+        failure = None
+        try:
+            _bounded(self._orbax.wait_until_finished, timeout_secs, f"the save of {flight.step}")
+        except WaitTimeout:
+            raise
+        except Exception as error:
+            failure = _Failure(flight.step, error)
+            self._lineage.failed(flight.pending.intent.save_id)
+            flight.pending.abandon()
+            self._reset_orbax()
+        self._in_flight = None
+        if failure is None:
+            self._report(flight)
+        return failure
+
+    def _settle_quietly(self) -> None:
+        """A failed save does not stand in the way of a restore; it is logged."""
+        failure = self._settle(self.options.timeouts.close_secs)
+        if failure is not None:
+            warnings.warn(f"the save of step {failure.step} failed: {failure.cause}", stacklevel=3)
+
+    def _report(self, flight: _InFlight) -> None:
+        report = flight.pending.report
+        assert report is not None
+        self._reports.append(report)
+        events.emit(
+            events.save_event(report, step=flight.step, blocked_secs=flight.blocked_secs),
+            self._sinks,
+        )
+
+    # The parts of a restore.
+
+    def _restore(
+        self,
+        step: int,
+        template: Any,
+        wanted: Mapping[str, tuple[int, int] | None] | None,
+        items: Mapping[str, ocp.args.CheckpointArgs] | None,
+        progress: Progress | None,
+    ) -> Restored:
+        started = time.perf_counter()
+        step_dir = self._root.step_dir(step)
+        saves = restore.read_chain(step_dir, self._item)
+        expected = None if template is None else tables.split(template, self._tables)
+        if expected is not None:
+            restore.check_template(expected.layout, saves[-1])
+        try:
+            if wanted is None:
+                self._root.check_step_files(step_dir)
+            merged = restore.restore_tables(saves, wanted=wanted, progress=progress)
+            if wanted is not None:
+                state, fresh, extra = merged.fields, None, {}
+            else:
+                state, fresh = self._joined(template, expected, merged, step)
+                extra = self._restore_items(step, items)
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, DeltackptError) or step_dir.is_dir():
+                raise
+            raise StepGone(
+                f"step directory {step_dir}: expected it to stay while it was read, found it "
+                "removed; restore the newest step instead"
+            ) from error
+        if wanted is None and not self.options.read_only:
+            self._lineage.adopt([save.info for save in saves], step_dir, merged.layout)
+            self._restored = step
+        result = Restored(
+            step=step,
+            state=state,
+            touched=fresh,
+            items=extra,
+            chain=tuple(save.info.save_id.step for save in saves),
+            skipped=(),
+            source="storage",
+            bytes_read=merged.bytes_read,
+            seconds=time.perf_counter() - started,
+        )
+        events.emit(events.restore_event(result), self._sinks)
+        return result
+
+    def _joined(
+        self, template: Any, expected: Split | None, merged: RestoredTables, step: int
+    ) -> tuple[Any, TouchState | None]:
+        """The whole state and its fresh TouchState, from merged tables and Orbax's dense leaves."""
+        leaves = self._restore_dense(step, merged.layout, expected)
+        if expected is None:
+            return tables.join(None, merged.layout, merged.fields, leaves, None), None
+        placed = restore.place(merged.fields, expected.fields)
+        names = {table.name: table.name for table in expected.layout.tables}
+        if expected.touched is not None:
+            names = tables.match_touched(expected.touched, expected.layout)
+        fresh = touched.init({names[name]: fields[VALUES] for name, fields in placed.items()})
+        return tables.join(template, expected.layout, placed, leaves, fresh), fresh
+
+    def _restore_dense(
+        self, step: int, stored: tables.Layout, expected: Split | None
+    ) -> dict[str, Any]:
+        if not stored.dense:
+            return {}
+        abstract = None if expected is None else expected.dense
+        metadata = self._orbax.item_metadata(step)[layout.DENSE_ITEM]
+        args = dense.restore_args(abstract, metadata)
+        found = self._orbax.restore(step, args=ocp.args.Composite(**{layout.DENSE_ITEM: args}))
+        return dense.restored(found[layout.DENSE_ITEM], abstract)
+
+    def _restore_items(
+        self, step: int, items: Mapping[str, ocp.args.CheckpointArgs] | None
+    ) -> dict[str, Any]:
+        if not items:
+            return {}
+        found = self._orbax.restore(step, args=ocp.args.Composite(**dict(items)))
+        return {name: found[name] for name in items}
+
+    # Orbax.
+
+    @property
+    def _fsync(self) -> bool:
+        return self.options.durability == "power"
+
+    def _open_orbax(self) -> ocp.CheckpointManager:
+        options = self.options
+        inner = retention.as_policy(options.retention)
+        return ocp.CheckpointManager(
+            self._root.path,
+            item_handlers={
+                self._item: v0.DeltaHandler(),
+                layout.DENSE_ITEM: dense.handler(),
+                **self._extra,
+            },
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                read_only=options.read_only,
+                preservation_policy=retention.KeepChain(
+                    inner, self._lineage.protected, self._root.saves
+                ),
+                todelete_subdir=None if options.read_only else layout.TRASH,
+                temporary_path_class=commit.temporary_path_class(
+                    fsync=self._fsync, item=self._item, check=self._root.check_lease
+                ),
+                save_root_metadata=False,
+            ),
+        )
+
+    def _reset_orbax(self) -> None:
+        """After a failure: Orbax keeps raising the old error and forgets steps; start it anew."""
+        self._close_orbax()
+        self._root.remove_leftovers()
+        self._orbax = self._open_orbax()
+
+    def _close_orbax(self) -> None:
+        with contextlib.suppress(Exception):
+            # Orbax raises the error of the failed save again, which was reported already.
+            self._orbax.close()
+
+    def _check_usable(self, *, writing: bool = False) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"CheckpointManager of {self._root.path}: expected to be used in process "
+                f"{self._pid}, found process {os.getpid()}; make a manager in the child instead"
+            )
+        if self._closed:
+            raise ClosedError(
+                f"CheckpointManager of {self._root.path}: expected an open manager, found it "
+                "closed; make a new one"
+            )
+        if writing and self.options.read_only:
+            raise OptionError(
+                f"CheckpointManager of {self._root.path}: expected a manager that may write, "
+                "found read_only=True; open it without read_only to save"
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Failure:
+    step: int
+    cause: Exception
+
+
+def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:
+    if isinstance(failure.cause, DeltackptError):
+        detail = str(failure.cause)
+    else:
+        detail = f"{type(failure.cause).__name__}: {failure.cause}"
+    follow = (
+        "no touched row is lost, save again"
+        if taken is None
+        else f"step {taken.step} was taken and covers its rows"
+    )
+    error = SaveFailed(f"the save of step {failure.step} failed: {detail}; {follow}")
+    error.taken = taken
+    return error
+
+
+def _sorted_handlers(
+    handlers: Mapping[str, Any] | None,
+) -> tuple[str, Tables, dict[str, ocp.CheckpointHandler]]:
+    """(our item's name, our tables, the other handlers)."""
+    given = dict(handlers or {layout.EMBEDDINGS_ITEM: Tables(select="**/embedding")})
+    ours = {name: choice for name, choice in given.items() if isinstance(choice, Tables)}
+    if len(ours) != 1:
+        raise OptionError(
+            "handlers: expected exactly one item with a deltackpt.Tables, found "
+            f"{sorted(ours) or 'none'}; give e.g. {{'embeddings': Tables(select='params/emb/*')}}"
+        )
+    [(item, chosen)] = ours.items()
+    others = {name: handler for name, handler in given.items() if name != item}
+    for name, handler in others.items():
+        if name == layout.DENSE_ITEM or not isinstance(handler, ocp.CheckpointHandler):
+            raise OptionError(
+                f"handlers[{name!r}]: expected an Orbax CheckpointHandler under a name other "
+                f"than {layout.DENSE_ITEM!r}, found {type(handler).__name__}"
+            )
+    return item, chosen, others
+
+
+def _bounded(call: Callable[[], object], timeout_secs: float, what: str) -> None:
+    """Runs a wait of Orbax, which has no limit of its own, with one."""
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    threading.Thread(target=run, name="deltackpt-wait", daemon=True).start()
+    try:
+        outcome.result(timeout_secs)
+    except TimeoutError as error:
+        if outcome.done():
+            raise
+        raise WaitTimeout(
+            f"{what}: expected it to end within {timeout_secs} s (ManagerOptions.timeouts), found "
+            "it still running; look at the storage, then wait() again"
+        ) from error

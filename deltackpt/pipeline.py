@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a save: snapshot (training thread), then encode, write, digest, manifest.
+
+``snapshot`` is the only part that blocks training. What it hands to the background is either
+*copied* (the touched rows, in staging memory) or *held* (views of the training state, for a base
+or for a delta larger than the staging budget), and ``PendingSave.released`` is set as soon as
+nothing of the training state is referred to any more.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt import __about__, blocks, codecs, extract, integrity, layout, manifest
+from deltackpt.blocks import RowBlock
+from deltackpt.errors import OutOfSpace
+from deltackpt.extract import SegmentSource
+from deltackpt.lineage import Intent, Lineage
+from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
+from deltackpt.staging import Staging
+from deltackpt.storage import arrays, files, gaps
+from deltackpt.tables import Split, match_touched
+from deltackpt.touched import TouchState
+
+#: Rows of held state are encoded in pieces of about this size.
+PIECE_BYTES = arrays.CHUNK_BYTES
+_WRITERS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How saves are staged and written.
+
+    Attributes:
+      fsync: whether every file is on disk before its part counts as written.
+      staging_bytes: host memory for copied rows, over all saves in flight.
+      digests: digest files that the commit promises; see ``Manifest.digests``.
+    """
+
+    fsync: bool = True
+    staging_bytes: int = 1 << 30
+    digests: tuple[str, ...] = ("item",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Embeddings:
+    """The tables and slots of one state, and what saving them needs: our checkpointable.
+
+    Attributes:
+      split: the state, split by ``tables.split``; its dense leaves are not saved here.
+      touched: which rows changed; None gives a base.
+      lineage: what the trainer knows of its saves; None gives a base of a run of its own.
+      options: how to stage and write.
+      staging: the pool shared by the saves of one manager.
+      force_base: take a base whatever the policy says.
+    """
+
+    split: Split
+    touched: TouchState | None = None
+    lineage: Lineage | None = None
+    options: PipelineOptions = PipelineOptions()
+    staging: Staging | None = None
+    force_base: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What the background half of a save did; seconds are wall time.
+
+    ``rows`` and ``bytes_written`` count this process's part, ``base_bytes`` what all rows of
+    tables and slots take unencoded.
+    """
+
+    intent: Intent
+    rows: int
+    total_rows: int
+    bytes_written: int
+    base_bytes: int
+    extract_secs: float
+    write_secs: float
+    digest_secs: float
+
+
+class PendingSave:
+    """A save whose snapshot was taken; ``write`` runs once, in the background."""
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        intent: Intent,
+        segments: Sequence[SegmentSource],
+        copied: Sequence[RowBlock] | None,
+        staging: Staging,
+        extract_secs: float,
+    ):
+        """Made by ``snapshot``."""
+        self.intent = intent
+        self.released = threading.Event()
+        self.report: SaveReport | None = None
+        self._embeddings = embeddings
+        self._segments = list(segments)
+        self._copied = copied
+        self._staging = staging
+        self._extract_secs = extract_secs
+        self._layout = embeddings.split.layout
+        if copied is not None:
+            self._segments = [segment.detached() for segment in segments]
+            self.released.set()
+
+    def write(self, item_dir: Path, *, process: int = 0, process_count: int = 1) -> SaveReport:
+        """Writes this process's part into the item's directory, its manifest last.
+
+        Args:
+          item_dir: existing directory of the item, in the step's temporary directory.
+          process: index of this process.
+          process_count: how many processes write a part.
+
+        Raises:
+          StorageError: the store refused; nothing was committed.
+        """
+        started = time.perf_counter()
+        try:
+            stored = self._write_segments(item_dir, process)
+            written = time.perf_counter()
+            self._finish(item_dir, stored, process, process_count)
+        finally:
+            self._release()
+        nbytes = sum(path.stat().st_size for path in item_dir.rglob("*") if path.is_file())
+        self.report = SaveReport(
+            intent=self.intent,
+            rows=sum(len(segment.rows) for segment in self._segments if self._is_main(segment)),
+            total_rows=sum(group.rows for group in self._layout.groups),
+            bytes_written=nbytes,
+            base_bytes=base_bytes(self._layout.groups),
+            extract_secs=self._extract_secs,
+            write_secs=written - started,
+            digest_secs=time.perf_counter() - written,
+        )
+        if self._embeddings.lineage is not None:
+            self._embeddings.lineage.wrote(self.intent.save_id, nbytes)
+        return self.report
+
+    def abandon(self) -> None:
+        """Gives up a save that will not be written; safe to call at any time."""
+        self._release()
+
+    def _is_main(self, segment: SegmentSource) -> bool:
+        return blocks.VALUES in segment.fields and segment.columns[0] == 0
+
+    def _write_segments(self, item_dir: Path, process: int) -> list[Segment]:
+        fsync = self._embeddings.options.fsync
+        groups = {group.name: group for group in self._layout.groups}
+        jobs: list[Callable[[], object]] = []
+        stored = []
+        for number, source in enumerate(self._segments):
+            name = f"{source.group}.{number}"
+            entries, writes = self._plan_segment(number, source, groups[source.group])
+            for entry, pieces in writes:
+                directory = layout.array_dir(item_dir, process, name, entry.name)
+                jobs.append(
+                    functools.partial(_write_job, directory, entry, pieces, fsync=fsync)
+                )
+            stored.append(
+                Segment(
+                    name=name,
+                    group=source.group,
+                    columns=source.columns,
+                    count=len(source.rows),
+                    ranges=_ranges(source.rows),
+                    fields=tuple(source.fields),
+                    arrays=tuple(entries),
+                )
+            )
+        with concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool:
+            for future in [pool.submit(job) for job in jobs]:
+                future.result()
+        return stored
+
+    def _plan_segment(
+        self, number: int, source: SegmentSource, group: GroupEntry
+    ) -> tuple[list[ArrayEntry], list[tuple[ArrayEntry, Callable[[], Iterator[np.ndarray]]]]]:
+        """Entries of a segment's arrays, and for each array what yields its pieces."""
+        specs = {spec.name: spec for spec in group.fields}
+        writes = []
+        if not isinstance(source.rows, range):
+            encoded = gaps.encode_gaps(source.rows)
+            entry = arrays.array_entry(layout.GAPS, encoded.shape, encoded.dtype, zstd=True)
+            writes.append((entry, functools.partial(iter, [encoded])))
+        for field in source.fields:
+            codec = codecs.get(specs[field].codec)
+            trailing = source.fields[field].trailing
+            for suffix, (tail, dtype) in codec.stored(
+                trailing, source.fields[field].dtype
+            ).items():
+                name = f"{field}.{suffix}" if suffix else field
+                entry = arrays.array_entry(name, (len(source.rows), *tail), np.dtype(dtype))
+                pieces = functools.partial(self._pieces, number, field, specs[field], suffix)
+                writes.append((entry, pieces))
+        return [entry for entry, _ in writes], writes
+
+    def _pieces(
+        self, number: int, field: str, spec: FieldSpec, suffix: str
+    ) -> Iterator[np.ndarray]:
+        codec = codecs.get(spec.codec)
+        if self._copied is not None:
+            values: Iterator[np.ndarray] = iter([self._copied[number].fields[field]])
+        else:
+            source = self._segments[number].fields[field]
+            row_bytes = int(np.prod(source.trailing, dtype=np.int64)) * source.dtype.itemsize
+            limit = max(1, PIECE_BYTES // max(1, row_bytes))
+            values = source.pieces(self._segments[number].rows, limit)
+        for piece in values:
+            yield codec.encode(piece)[suffix]
+
+    def _finish(
+        self, item_dir: Path, stored: list[Segment], process: int, process_count: int
+    ) -> None:
+        fsync = self._embeddings.options.fsync
+        digests = integrity.digest_tree(item_dir)
+        integrity.write_digests(item_dir / layout.digests_name(process), digests, fsync=fsync)
+        record = Manifest(
+            kind=self.intent.kind,
+            save_id=self.intent.save_id,
+            parent=self.intent.parent,
+            reason=self.intent.reason,
+            process=process,
+            process_count=process_count,
+            groups=self._layout.groups,
+            tables=self._layout.tables,
+            segments=tuple(stored),
+            dense=self._layout.dense,
+            tracking_paths=self._layout.tracking_paths,
+            digests=self._embeddings.options.digests,
+            writers=__about__.writer_versions(),
+        )
+        name = layout.manifest_name(process)
+        files.write_atomic(item_dir / name, manifest.to_bytes(record), fsync=fsync)
+
+    def _release(self) -> None:
+        if self._copied is not None:
+            for block in self._copied:
+                for buffer in block.fields.values():
+                    self._staging.give_back(buffer)
+            self._copied = []
+        self._segments = [segment.detached() for segment in self._segments]
+        self.released.set()
+
+
+def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
+    """Takes what a save needs from the training state; the blocking half of a save.
+
+    Args:
+      embeddings: the state, its touched rows and its lineage.
+      step: the training step.
+      step_dir: where the step will stand once it is committed.
+
+    Raises:
+      TrackingError: the TouchState does not fit the tables.
+      OutOfSpace: the store has too little room for the save.
+    """
+    started = time.perf_counter()
+    split, touched = embeddings.split, embeddings.touched
+    lineage = embeddings.lineage or Lineage.unprotected()
+    staging = embeddings.staging or Staging(embeddings.options.staging_bytes)
+    names = match_touched(touched, split.layout) if touched is not None else {}
+    intent = lineage.begin(
+        step,
+        step_dir,
+        clock=int(touched.clock) if touched is not None else None,
+        layout=split.layout,
+        force_base=embeddings.force_base,
+    )
+    try:
+        whole = intent.since_clock is None
+        segments = extract.segment_sources(
+            split.layout, split.fields, _rows_of(embeddings, intent, names), whole=whole
+        )
+        nbytes = sum(segment.nbytes for segment in segments)
+        _require_room(step_dir.parent, nbytes, step)
+        copied = None
+        if not whole and staging.fits(nbytes):
+            copied = [segment.copied(staging) for segment in segments]
+        else:
+            extract.hold(segments)
+    except BaseException:
+        lineage.failed(intent.save_id)
+        raise
+    return PendingSave(
+        embeddings, intent, segments, copied, staging, time.perf_counter() - started
+    )
+
+
+def base_bytes(groups: Sequence[GroupEntry]) -> int:
+    """Bytes that all rows of all fields take unencoded."""
+    return sum(
+        group.rows
+        * int(np.prod(spec.trailing, dtype=np.int64))
+        * _itemsize(spec.dtype)
+        for group in groups
+        for spec in group.fields
+    )
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return codecs.dtype_of(dtype).itemsize
+
+
+def _rows_of(
+    embeddings: Embeddings, intent: Intent, names: Mapping[str, str]
+) -> dict[str, blocks.Rows]:
+    if intent.since_clock is None or embeddings.touched is None:
+        return {group.name: range(group.rows) for group in embeddings.split.layout.groups}
+    parts: dict[str, list[np.ndarray]] = {g.name: [] for g in embeddings.split.layout.groups}
+    for table in sorted(embeddings.split.layout.tables, key=lambda table: table.offset):
+        stamps = embeddings.touched.stamps[names[table.name]]
+        parts[table.group].append(
+            extract.touched_rows(stamps, intent.since_clock, table.offset)
+        )
+    return {name: np.concatenate(rows) for name, rows in parts.items()}
+
+
+def _require_room(root: Path, nbytes: int, step: int) -> None:
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = files.free_bytes(existing)
+    if free < nbytes:
+        raise OutOfSpace(
+            f"step {step} in {root}: expected room for {nbytes:,} bytes, found {free:,} free; "
+            "free space or keep fewer steps, then save again: no touched row is lost"
+        )
+
+
+def _ranges(rows: blocks.Rows) -> tuple[tuple[int, int], ...] | None:
+    return ((rows.start, rows.stop),) if isinstance(rows, range) else None
+
+
+def _write_job(
+    directory: Path,
+    entry: ArrayEntry,
+    pieces: Callable[[], Iterator[np.ndarray]],
+    *,
+    fsync: bool,
+) -> None:
+    arrays.write_array(directory, entry, pieces(), fsync=fsync)

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restore: read a chain and merge it, newest wins, straight into the final host buffers.
+
+The base's chunks are read into the buffers themselves. Then, save by save, the chunks of each
+delta are read, verified, decoded into a small piece and scattered; within one save the chunks
+hold different rows, so they run in parallel, and a save is finished before the next begins.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from deltackpt import blocks, chain, codecs, layout, manifest, merge
+from deltackpt.blocks import RowBlock, Rows
+from deltackpt.chain import SaveInfo
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    ForeignDirectory,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    TemplateMismatch,
+)
+from deltackpt.manifest import ArrayEntry, FieldSpec, Manifest, Segment
+from deltackpt.merge import Target
+from deltackpt.storage import arrays, files, gaps
+from deltackpt.tables import Layout
+
+#: Called with (bytes read so far, bytes to read in all), from a background thread.
+Progress = Callable[[int, int], None]
+
+_READERS = 2
+_GONE_CHECKS = 5
+_GONE_INTERVAL_SECS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredSave:
+    """A committed save as its manifests describe it, process 0 first."""
+
+    info: SaveInfo
+    step_dir: Path
+    item: str
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def item_dir(self) -> Path:
+        """Directory of our item in the step."""
+        return self.step_dir / self.item
+
+    @property
+    def layout(self) -> Layout:
+        """Tables and groups of the save."""
+        first = self.manifests[0]
+        return Layout(
+            groups=first.groups,
+            tables=first.tables,
+            dense=first.dense,
+            tracking_paths=first.tracking_paths,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RestoredTables:
+    """Merged tables and slots in host memory.
+
+    Attributes:
+      fields: table name to field name to array, (rows asked for, *trailing).
+      rows: table name to the half-open range of rows that was asked for.
+      layout: tables and groups of the step.
+      chain: the saves that were read, base first.
+      bytes_read: bytes of the stored arrays that were read.
+      seconds: wall time of reading and merging.
+    """
+
+    fields: dict[str, dict[str, np.ndarray]]
+    rows: dict[str, tuple[int, int]]
+    layout: Layout
+    chain: tuple[SaveInfo, ...]
+    bytes_read: int
+    seconds: float
+
+
+def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
+    """Reads and checks the manifests of one step.
+
+    Raises:
+      StepNotFound: there is no such step directory.
+      ForeignDirectory: the step holds no item of ours.
+      Damaged: a manifest is missing, altered, or of another save.
+    """
+    item_dir = step_dir / item
+    if not step_dir.is_dir():
+        raise StepNotFound(
+            f"{step_dir}: expected a committed step, found no such directory; "
+            "list the steps with all_steps()"
+        )
+    if not item_dir.is_dir():
+        raise ForeignDirectory(
+            f"{step_dir}: expected an item {item!r} written by deltackpt, found "
+            f"{sorted(path.name for path in step_dir.iterdir())}; check the directory and the "
+            "item's name, or restore it with the library that wrote it"
+        )
+    names = {layout.manifest_process(path.name): path for path in item_dir.iterdir()}
+    paths = {process: path for process, path in names.items() if process is not None}
+    if 0 not in paths:
+        raise Damaged(
+            f"{step_dir.name}/{item}/{layout.manifest_name(0)}", "a manifest", "no such file"
+        )
+    records = [
+        manifest.from_bytes(
+            files.read_bytes(path), name=f"{step_dir.name}/{item}/{path.name}"
+        )
+        for _, path in sorted(paths.items())
+    ]
+    chain.check_parts(records)
+    first = records[0]
+    info = SaveInfo(
+        save_id=first.save_id,
+        kind=first.kind,
+        parent=first.parent,
+        step_dir=step_dir.name,
+        nbytes=sum(stored_bytes(record) for record in records),
+    )
+    return StoredSave(info, step_dir, item, tuple(records))
+
+
+def stored_bytes(record: Manifest) -> int:
+    """Bytes of a part's arrays, before any compression."""
+    return sum(_entry_bytes(entry) for segment in record.segments for entry in segment.arrays)
+
+
+def read_chain(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> tuple[StoredSave, ...]:
+    """The saves that restoring a step reads, base first.
+
+    Raises:
+      StepNotFound, ForeignDirectory, Damaged: as ``read_save``.
+      BrokenChain: a parent is missing or is another save than the one named.
+      StepGone: the step was removed meanwhile.
+    """
+    saves: dict[str, StoredSave] = {}
+    target = current = read_save(step_dir, item)
+    try:
+        while True:
+            saves[current.step_dir.name] = current
+            parent = current.info.parent
+            if parent is None or parent.step_dir in saves:
+                break
+            current = read_save(step_dir.parent / parent.step_dir, item)
+    except StepNotFound:
+        pass  # restore_chain names what is missing.
+    try:
+        infos = chain.restore_chain(
+            target.info, {name: save.info for name, save in saves.items()}
+        )
+    except BrokenChain as error:
+        _raise_if_removed((target,), error)
+        raise
+    return tuple(saves[info.step_dir] for info in infos)
+
+
+def restore_tables(
+    saves: Sequence[StoredSave],
+    *,
+    wanted: Mapping[str, tuple[int, int] | None] | None = None,
+    progress: Progress | None = None,
+) -> RestoredTables:
+    """Reads and merges a chain.
+
+    Args:
+      saves: a chain of ``read_chain``.
+      wanted: table name to half-open row range, None for all its rows; by default every table.
+      progress: called as bytes are read.
+
+    Raises:
+      Damaged: an object is missing or altered; it is named.
+      StepGone: a step of the chain was removed meanwhile.
+      TemplateMismatch: a wanted table or range does not exist.
+    """
+    started = time.perf_counter()
+    target_layout = saves[-1].layout
+    rows = _wanted_rows(target_layout, wanted)
+    fields, targets = _buffers(target_layout, rows)
+    _check_complete(saves[0])
+    work = [_pieces(save, targets) for save in saves]
+    meter = _Meter(sum(piece.nbytes for pieces in work for piece in pieces), progress)
+    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-read") as pool:
+        try:
+            for pieces in work:
+                for future in [pool.submit(piece.run, meter) for piece in pieces]:
+                    future.result()
+        except RestoreError as error:
+            pool.shutdown(cancel_futures=True)
+            _raise_if_removed(saves, error)
+            raise
+    return RestoredTables(
+        fields=fields,
+        rows=rows,
+        layout=target_layout,
+        chain=tuple(save.info for save in saves),
+        bytes_read=meter.done,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def place(
+    fields: Mapping[str, Mapping[str, np.ndarray]], templates: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Puts merged buffers where the template's leaves are: in their shardings, or on the host.
+
+    Args:
+      fields: table name to field name to host buffer.
+      templates: likewise to the template's leaf; a numpy leaf keeps the buffer as it is.
+    """
+    return {
+        name: {field: _placed(buffer, templates[name][field]) for field, buffer in held.items()}
+        for name, held in fields.items()
+    }
+
+
+def _placed(buffer: np.ndarray, template: Any) -> Any:
+    if isinstance(template, np.ndarray):
+        return buffer
+    sharding = getattr(template, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if len(sharding.device_set) == 1:
+        # The buffer is ours alone and aligned: the CPU backend may keep it without a copy.
+        return jax.device_put(buffer, sharding, may_alias=True)
+    return jax.make_array_from_callback(buffer.shape, sharding, lambda index: buffer[index])
+
+
+def check_template(expected: Layout, save: StoredSave) -> None:
+    """Checks that a step holds the tables and slots that a template asks for.
+
+    Raises:
+      TemplateMismatch: a table or slot is missing on either side, or differs in shape or dtype.
+    """
+    step = save.info.save_id.step
+    found, wanted = _described(save.layout), _described(expected)
+    for name in sorted(found.keys() | wanted.keys()):
+        have, want = found.get(name), wanted.get(name)
+        if have != want:
+            raise TemplateMismatch(
+                f"step {step}, {name}: expected by the template {want or 'no such array'}, found "
+                f"in the step {have or 'no such array'}; give the state that was saved as the "
+                "template, or restore without one"
+            )
+
+
+def _described(target: Layout) -> dict[str, str]:
+    groups = {group.name: group for group in target.groups}
+    return {
+        f"table {table.name}, {spec.name}": f"{spec.dtype}{[table.rows, *spec.trailing]}"
+        for table in target.tables
+        for spec in groups[table.group].fields
+    }
+
+
+def _raise_if_removed(saves: Sequence[StoredSave], cause: RestoreError) -> None:
+    """Raises StepGone where a step of the chain vanishes within a moment.
+
+    Retention removes a chain step by step, so a missing parent may precede its children's end.
+    """
+    for check in range(_GONE_CHECKS):
+        for save in saves:
+            if not save.item_dir.is_dir():
+                raise StepGone(
+                    f"step directory {save.step_dir}: expected it to stay while it was read, "
+                    "found it removed; restore the newest step instead"
+                ) from cause
+        if check + 1 < _GONE_CHECKS:
+            time.sleep(_GONE_INTERVAL_SECS)
+
+
+def _wanted_rows(
+    target: Layout, wanted: Mapping[str, tuple[int, int] | None] | None
+) -> dict[str, tuple[int, int]]:
+    tables = {table.name: table for table in target.tables}
+    chosen = dict.fromkeys(tables) if wanted is None else dict(wanted)
+    rows = {}
+    for name, span in chosen.items():
+        if name not in tables:
+            raise TemplateMismatch(
+                f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
+                "step; ask for one of them"
+            )
+        start, stop = span if span is not None else (0, tables[name].rows)
+        if not 0 <= start <= stop <= tables[name].rows:
+            raise TemplateMismatch(
+                f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "
+                f"[{start}, {stop}); ask for rows that the step holds"
+            )
+        rows[name] = (start, stop)
+    return rows
+
+
+def _buffers(
+    target: Layout, rows: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, dict[str, np.ndarray]], list[Target]]:
+    groups = {group.name: group for group in target.groups}
+    fields: dict[str, dict[str, np.ndarray]] = {}
+    targets = []
+    for table in target.tables:
+        if table.name not in rows:
+            continue
+        start, stop = rows[table.name]
+        fields[table.name] = {}
+        for spec in groups[table.group].fields:
+            buffer = files.empty_buffer(
+                (stop - start, *spec.trailing), codecs.dtype_of(spec.dtype)
+            )
+            fields[table.name][spec.name] = buffer
+            targets.append(
+                Target(
+                    group=table.group,
+                    field=spec.name,
+                    rows=(table.offset + start, table.offset + stop),
+                    columns=(0, spec.trailing[0] if spec.trailing else 1),
+                    buffer=buffer,
+                )
+            )
+    return fields, targets
+
+
+class _Meter:
+    """Counts bytes read, for the progress callback."""
+
+    def __init__(self, total: int, progress: Progress | None):
+        self.done = 0
+        self._total = total
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Piece:
+    """Positions ``[start, stop)`` of one field of a segment: within one chunk of its main array."""
+
+    save: StoredSave
+    process: int
+    segment: Segment
+    spec: FieldSpec
+    rows: Rows
+    start: int
+    stop: int
+    targets: tuple[Target, ...]
+
+    @functools.cached_property
+    def stored(self) -> dict[str, ArrayEntry]:
+        """Codec suffix to the stored array."""
+        field = self.spec.name
+        entries = {entry.name: entry for entry in self.segment.arrays}
+        suffixes = codecs.get(self.spec.codec).stored(
+            self.spec.trailing, codecs.dtype_of(self.spec.dtype)
+        )
+        return {
+            suffix: entries[f"{field}.{suffix}" if suffix else field] for suffix in suffixes
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of the piece."""
+        return sum(
+            _entry_bytes(entry) * (self.stop - self.start) // max(1, entry.shape[0])
+            for entry in self.stored.values()
+        )
+
+    def run(self, meter: _Meter) -> None:
+        """Reads, decodes and merges the piece."""
+        direct = self._direct_target()
+        if direct is not None:
+            self._read("", codecs.get("raw").stored_view(direct))
+        else:
+            self._merge()
+        meter.add(self.nbytes)
+
+    def _direct_target(self) -> np.ndarray | None:
+        """The part of a final buffer that the stored bytes can be read into as they are."""
+        if self.spec.codec != "raw" or not isinstance(self.rows, range):
+            return None
+        for target in self.targets:
+            first, last = target.rows
+            if first <= self.rows.start and self.rows.stop <= last:
+                view = target.buffer[self.rows.start - first : self.rows.stop - first]
+                width = self.stored[""].shape[1:]
+                return view if view.shape[1:] == width else None
+        return None
+
+    def _merge(self) -> None:
+        codec = codecs.get(self.spec.codec)
+        found = {}
+        for suffix, entry in self.stored.items():
+            shape = (self.stop - self.start, *entry.shape[1:])
+            found[suffix] = np.empty(shape, np.dtype(entry.dtype))
+            self._read(suffix, found[suffix])
+        trailing = self.stored[""].shape[1:] if codec.name == "raw" else self.spec.trailing
+        values = np.empty(
+            (self.stop - self.start, *trailing), codecs.dtype_of(self.spec.dtype)
+        )
+        codec.decode(found, values)
+        block = RowBlock(
+            self.segment.group, self.rows, self.segment.columns, {self.spec.name: values}
+        )
+        merge.apply(block, self.targets)
+
+    def _read(self, suffix: str, out: np.ndarray) -> None:
+        entry = self.stored[suffix]
+        directory = layout.array_dir(
+            self.save.item_dir, self.process, self.segment.name, entry.name
+        )
+        arrays.read_array(directory, entry, self.start, self.stop, out)
+
+
+def _pieces(save: StoredSave, targets: Sequence[Target]) -> list[_Piece]:
+    """The work of one save, in pieces of different rows."""
+    found = []
+    for record in save.manifests:
+        groups = record.group_by_name
+        for segment in record.segments:
+            specs = {spec.name: spec for spec in groups[segment.group].fields}
+            for field in segment.fields:
+                chosen = tuple(
+                    t for t in targets if (t.group, t.field) == (segment.group, field)
+                )
+                if chosen:
+                    found += _segment_pieces(save, record, segment, specs[field], chosen)
+    return found
+
+
+def _segment_pieces(
+    save: StoredSave,
+    record: Manifest,
+    segment: Segment,
+    spec: FieldSpec,
+    targets: tuple[Target, ...],
+) -> Iterator[_Piece]:
+    main = next(entry for entry in segment.arrays if entry.name == spec.name)
+    for rows, first in _runs(save, record, segment):
+        spans = [blocks.row_slice(rows, *target.rows) for target in targets]
+        for start, stop in _merged(spans):
+            while start < stop:
+                position = first + start
+                chunk_end = (position // main.chunk_rows + 1) * main.chunk_rows - first
+                end = min(stop, chunk_end)
+                yield _Piece(
+                    save,
+                    record.process,
+                    segment,
+                    spec,
+                    rows[start:end],
+                    position,
+                    first + end,
+                    targets,
+                )
+                start = end
+
+
+def _runs(save: StoredSave, record: Manifest, segment: Segment) -> Iterator[tuple[Rows, int]]:
+    """(virtual rows, position of the first) of a segment's ranges, or of its gap-coded rows."""
+    if segment.ranges is None:
+        yield _read_rows(save, record, segment), 0
+        return
+    position = 0
+    for start, stop in segment.ranges:
+        yield range(start, stop), position
+        position += stop - start
+
+
+def _merged(spans: Sequence[slice]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((span.start, span.stop) for span in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        elif start < stop:
+            merged.append((start, stop))
+    return merged
+
+
+def _read_rows(save: StoredSave, record: Manifest, segment: Segment) -> np.ndarray:
+    """The touched rows of a segment, checked against its group."""
+    entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
+    directory = layout.array_dir(save.item_dir, record.process, segment.name, entry.name)
+    out = np.empty(entry.shape, np.dtype(entry.dtype))
+    arrays.read_array(directory, entry, 0, entry.shape[0], out)
+    name = f"{save.step_dir.name}/{save.item}/part.{record.process}/{segment.name}/{entry.name}"
+    total = record.group_by_name[segment.group].rows
+    return gaps.decode_gaps(out, total_rows=total, name=name)
+
+
+def _check_complete(base: StoredSave) -> None:
+    """A base must hold every row of every field."""
+    covered: dict[tuple[str, str], int] = {}
+    for record in base.manifests:
+        for segment in record.segments:
+            width = segment.columns[1] - segment.columns[0]
+            for field in segment.fields:
+                cells = segment.count * (width if field == blocks.VALUES else 1)
+                covered[segment.group, field] = covered.get((segment.group, field), 0) + cells
+    for group in base.layout.groups:
+        for spec in group.fields:
+            width = spec.trailing[0] if spec.name == blocks.VALUES and spec.trailing else 1
+            found = covered.get((group.name, spec.name), 0)
+            if found != group.rows * width:
+                raise Damaged(
+                    f"{base.step_dir.name}/{base.item}",
+                    f"a base with {group.rows * width} cells of {group.name}.{spec.name}",
+                    f"{found}",
+                )
+
+
+def _entry_bytes(entry: ArrayEntry) -> int:
+    return int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(entry.dtype).itemsize
+
+

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory for snapshots: bounded, and reused from save to save.
+
+Fresh memory fills at 0.3 to 8 GB/s because of page faults, warm memory at 17, so buffers that a
+finished save gives back are kept for the next one, up to the budget.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from deltackpt.errors import OptionError
+from deltackpt.storage.files import empty_buffer
+
+_GRAIN_BYTES = 1 << 20
+
+
+class Staging:
+    """A bounded pool of host buffers; thread-safe."""
+
+    def __init__(self, budget_bytes: int):
+        """Makes an empty pool.
+
+        Args:
+          budget_bytes: most bytes that may be lent and kept at any time.
+
+        Raises:
+          OptionError: the budget is not positive.
+        """
+        if budget_bytes <= 0:
+            raise OptionError(f"staging_bytes: expected a positive size, found {budget_bytes}")
+        self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._free: list[np.ndarray] = []
+        self._lent: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether buffers of ``nbytes`` in all can be taken now."""
+        with self._lock:
+            return self._lent_bytes() + nbytes <= self.budget_bytes
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A buffer with undefined contents, to be given back after use."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        with self._lock:
+            fitting = [raw for raw in self._free if nbytes <= raw.nbytes <= 4 * nbytes + 1]
+            raw = min(fitting, key=lambda raw: raw.nbytes, default=None)
+            if raw is None:
+                grains = max(1, -(-nbytes * 5 // 4 // _GRAIN_BYTES))
+                raw = empty_buffer((grains * _GRAIN_BYTES,), np.dtype(np.uint8))
+            else:
+                self._free = [kept for kept in self._free if kept is not raw]
+            out = raw[:nbytes].view(dtype).reshape(shape)
+            self._lent[id(out)] = (out, raw)
+        return out
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Returns a buffer of ``take``; the oldest kept ones make room where there is none."""
+        with self._lock:
+            self._free.append(self._lent.pop(id(buffer))[1])
+            while self._free and self._kept_bytes() > self.budget_bytes:
+                self._free.pop(0)
+
+    def _lent_bytes(self) -> int:
+        return sum(raw.nbytes for _, raw in self._lent.values())
+
+    def _kept_bytes(self) -> int:
+        return self._lent_bytes() + sum(raw.nbytes for raw in self._free)
