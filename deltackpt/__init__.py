@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous checkpoints for JAX that write only the embedding rows that changed.
+
+The public names are imported when they are first used, so that ``import deltackpt`` costs
+nothing and reading a checkpoint needs neither jax nor Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deltackpt.__about__ import __version__
+
+if TYPE_CHECKING:
+    from deltackpt import errors, fingerprint, policy, touched
+    from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
+    from deltackpt.handlers.v1 import DeltaCheckpointableHandler
+    from deltackpt.manager import CheckpointManager, ManagerOptions, Restored, Saved, Timeouts
+    from deltackpt.pipeline import Embeddings, PipelineOptions
+    from deltackpt.policy import Consecutive, Intermittent, OneShot
+    from deltackpt.tables import Tables, split
+    from deltackpt.touched import TouchState
+
+_MODULES = ("errors", "fingerprint", "policy", "touched")
+_NAMES = {
+    "CheckpointManager": "manager",
+    "Consecutive": "policy",
+    "DeltaCheckpointableHandler": "handlers.v1",
+    "DeltaHandler": "handlers.v0",
+    "DeltaRestore": "handlers.v0",
+    "DeltaSave": "handlers.v0",
+    "Embeddings": "pipeline",
+    "Intermittent": "policy",
+    "ManagerOptions": "manager",
+    "OneShot": "policy",
+    "PipelineOptions": "pipeline",
+    "Restored": "manager",
+    "Saved": "manager",
+    "Tables": "tables",
+    "Timeouts": "manager",
+    "TouchState": "touched",
+    "split": "tables",
+}
+
+__all__ = [
+    "CheckpointManager",
+    "Consecutive",
+    "DeltaCheckpointableHandler",
+    "DeltaHandler",
+    "DeltaRestore",
+    "DeltaSave",
+    "Embeddings",
+    "Intermittent",
+    "ManagerOptions",
+    "OneShot",
+    "PipelineOptions",
+    "Restored",
+    "Saved",
+    "Tables",
+    "Timeouts",
+    "TouchState",
+    "__version__",
+    "errors",
+    "fingerprint",
+    "policy",
+    "split",
+    "touched",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"deltackpt.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"deltackpt.{_NAMES[name]}"), name)
+    raise AttributeError(f"module 'deltackpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
