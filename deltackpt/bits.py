@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays as bit patterns, so that -0.0 and 0.0 differ and a NaN equals itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_UNSIGNED = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
+
+
+def width(dtype: jax.typing.DTypeLike) -> int:
+    """Bits of one number of ``dtype``, which for sub-byte types is less than its storage."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return int(jnp.finfo(dtype).bits)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits)
+    return dtype.itemsize * 8
+
+
+def bits(array: jax.Array) -> jax.Array:
+    """Bit patterns of an array: an unsigned array of its shape; complex gets a last axis of 2.
+
+    Different values of one dtype, NaN payloads and the sign of zero included, have different
+    patterns.
+    """
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return bits(jnp.stack((jnp.real(array), jnp.imag(array)), axis=-1))
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.uint8)
+    size = width(array.dtype)
+    if size >= 8:
+        return lax.bitcast_convert_type(array, _UNSIGNED[size])
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        array = lax.bitcast_convert_type(array, jnp.uint4 if size == 4 else jnp.uint2)
+    return array.astype(jnp.uint8)
+
+
+def rows_differ(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Which rows of two arrays of one shape (rows, ...) and dtype differ in bits: (rows,) bool."""
+    return any_in_row(bits(old) != bits(new))
+
+
+def any_in_row(flags: jax.Array) -> jax.Array:
+    """Whether any flag of a row is set: (rows, ...) bool to (rows,)."""
+    return jnp.any(flags, axis=tuple(range(1, flags.ndim))) if flags.ndim > 1 else flags
+
+
+def away_from_zero(array: jax.Array) -> jax.Array:
+    """Each non-zero finite float moved to the next one away from zero; zeros stay."""
+    pattern = bits(array)
+    moved = lax.bitcast_convert_type(pattern + jnp.ones((), pattern.dtype), array.dtype)
+    return jnp.where(array == 0, array, moved)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canonical key paths of a state's leaves, and their choice by pattern.
+
+The same leaf has one path whatever wraps it: the ``value`` step of an nnx ``Variable`` is
+dropped. ``None`` and empty containers count as leaves, so that a split loses none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import tree_util
+
+from deltackpt.errors import OptionError, TableSelectionError
+from deltackpt.manifest import KeyEntry, KeyPath
+
+#: A glob over '/'-joined paths ("*" stays within one step, "**" crosses them), a compiled
+#: pattern that must match a whole path, several of either, or a predicate of (path, leaf).
+Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Any], bool]
+
+#: How many paths an error lists before it says how many more there are.
+_LISTED = 40
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """The leaves of a tree, their canonical paths, and the paths inside nnx Variables."""
+
+    leaves: list[Any]
+    paths: list[KeyPath]
+    in_variable: list[bool]
+
+
+def is_empty(node: Any) -> bool:
+    """Whether a node is None or an empty container (``MaskedNode`` and ``EmptyState`` too)."""
+    return node is None or (isinstance(node, (tuple, list, dict)) and not node)
+
+
+def flatten(tree: Any, stop: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+    """Leaves and treedef; ``stop`` names nodes that count as leaves. The quick way."""
+    return tree_util.tree_flatten(tree, is_leaf=lambda node: is_empty(node) or stop(node))
+
+
+def flatten_with_paths(tree: Any, stop: Callable[[Any], bool]) -> Flat:
+    """Leaves in ``flatten``'s order with their canonical paths."""
+    pairs, _ = tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: is_empty(node) or stop(node)
+    )
+    variables = _variable_paths(tree, stop)
+    paths, inside = [], []
+    for raw, _ in pairs:
+        steps: list[KeyEntry] = []
+        wrapped = False
+        for depth, key in enumerate(raw):
+            if raw[:depth] in variables:
+                wrapped = True
+            else:
+                steps.append(_entry(key))
+        paths.append(tuple(steps))
+        inside.append(wrapped)
+    return Flat([leaf for _, leaf in pairs], paths, inside)
+
+
+def nodes(tree: Any, wanted: Callable[[Any], bool]) -> list[KeyPath]:
+    """Canonical paths of the outermost nodes for which ``wanted`` holds."""
+    flat = flatten_with_paths(tree, wanted)
+    return [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if wanted(leaf)]
+
+
+def _variable_paths(tree: Any, stop: Callable[[Any], bool]) -> set[tuple[Any, ...]]:
+    """Raw paths of the nnx Variables in a tree."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # no Variable can exist where flax.nnx was never imported
+        return set()
+    variable = nnx.Variable
+    found = set()
+    pairs, _ = tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, variable)
+    )
+    for raw, leaf in pairs:
+        if isinstance(leaf, variable):
+            found.add(raw)
+    return found
+
+
+def _entry(key: Any) -> KeyEntry:
+    if isinstance(key, tree_util.DictKey):
+        plain = isinstance(key.key, (str, int)) and not isinstance(key.key, bool)
+        return ("dict", key.key if plain else str(key.key))
+    if isinstance(key, tree_util.SequenceKey):
+        return ("seq", key.idx)
+    if isinstance(key, tree_util.GetAttrKey):
+        return ("attr", key.name)
+    if isinstance(key, tree_util.FlattenedIndexKey):
+        # Old-style registrations (FrozenDict's ancestors) give an int here, some a name.
+        return ("flat", key.key if isinstance(key.key, (str, int)) else str(key.key))
+    return ("attr", str(key))
+
+
+def path_name(path: KeyPath) -> str:
+    """A path as text: its steps joined with '/'."""
+    return "/".join(str(step) for _, step in path)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names one per line for an error message, the first few where there are many."""
+    names = sorted(names)
+    lines = [f"  {name}" for name in names[:_LISTED]]
+    if len(names) > _LISTED:
+        lines.append(f"  ... and {len(names) - _LISTED} more")
+    return "\n".join(lines) if lines else "  (none)"
+
+
+@functools.lru_cache(maxsize=1024)
+def _glob(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a path glob."""
+    out, position = [], 0
+    while position < len(pattern):
+        rest = pattern[position:]
+        if rest.startswith("**/"):
+            out.append("(?:.*/)?")
+            position += 3
+        elif rest.startswith("**"):
+            out.append(".*")
+            position += 2
+        elif rest[0] == "*":
+            out.append("[^/]*")
+            position += 1
+        elif rest[0] == "?":
+            out.append("[^/]")
+            position += 1
+        else:
+            out.append(re.escape(rest[0]))
+            position += 1
+    return re.compile("".join(out), re.DOTALL)
+
+
+def matches(pattern: str | re.Pattern[str], name: str) -> bool:
+    """Whether a path's text matches one glob or compiled pattern, from end to end."""
+    compiled = _glob(pattern) if isinstance(pattern, str) else pattern
+    return compiled.fullmatch(name) is not None
+
+
+def check_select(select: Any) -> None:
+    """Checks that ``select`` has one of the forms of ``Select``.
+
+    Raises:
+      OptionError: it has none of them, or is empty.
+    """
+    if isinstance(select, (str, re.Pattern)) or callable(select):
+        if select != "":
+            return
+    elif isinstance(select, Sequence) and select:
+        if all(isinstance(pattern, (str, re.Pattern)) for pattern in select):
+            return
+    raise OptionError(
+        f"select: expected a path pattern, a compiled pattern, a sequence of them or a "
+        f"predicate of (path, leaf), found {select!r}"
+    )
+
+
+def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> list[int]:
+    """Positions of the leaves that ``select`` chooses, ascending.
+
+    Raises:
+      TableSelectionError: a pattern matches nothing; the message lists the paths.
+    """
+    names = [path_name(path) for path in paths]
+    if callable(select):
+        found = {i for i, path in enumerate(paths) if select(path, leaves[i])}
+        if not found:
+            raise TableSelectionError(
+                f"select: the predicate chose none of these leaves:\n{listed(names)}"
+            )
+        return sorted(found)
+    found = set()
+    patterns = [select] if isinstance(select, (str, re.Pattern)) else select
+    for pattern in patterns:
+        matched = {i for i, name in enumerate(names) if matches(pattern, name)}
+        if not matched:
+            shown = pattern if isinstance(pattern, str) else pattern.pattern
+            raise TableSelectionError(
+                f"select: pattern {shown!r} matches nothing; the leaves are\n{listed(names)}\n"
+                "choose by one of these paths ('*' stays within one step, '**' crosses them)"
+            )
+        found |= matched
+    return sorted(found)
+
+
+def table_fault(leaf: Any) -> str | None:
+    """Why a leaf cannot be a table, None where it can: shape (rows, ...), a plain dtype."""
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        return f"is a {type(leaf).__name__}, not an array"
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return f"has dtype {dtype}, which is no plain number type"
+    if dtype == object or getattr(dtype, "kind", "") in "USM":
+        return f"has dtype {dtype}, which is no number type"
+    if len(shape) == 0:
+        return "is a scalar"
+    if 0 in shape:
+        return f"has shape {tuple(shape)}, without any element"
+    return None

@@ -1,0 +1,578 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which leaves of a state are tables, which are their slots, and how tables group.
+
+``split`` takes a state apart into tables with slots, dense leaves and the TouchState; ``join``
+puts it together. What it finds is cached by the structure of the state, since the training thread
+splits at every save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from deltackpt import blocks, paths, slots
+from deltackpt import touched as tracking
+from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
+from deltackpt.manifest import DenseLeaf, FieldSpec, GroupEntry, KeyPath, TableEntry
+from deltackpt.paths import Flat, Select, path_name
+from deltackpt.touched import TouchState
+
+#: Layouts that one Tables remembers; a training run has one or two.
+_REMEMBERED = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """The user's choice of tables; make it once, since it remembers the layouts that it found.
+
+    Attributes:
+      select: paths of the tables in the state; optimizer states are never searched. ``*`` stays
+        within one step of a path, ``**`` crosses them.
+      slots: None finds slots by optax's tree mapping; an empty mapping declares that there are
+        none (optimizer states are then saved whole). Else table path pattern to slot name to the
+        slot's path, in which ``{table}`` stands for the table's path and ``{name}`` for its last
+        step; the tables that no pattern matches keep the slots that are found.
+      always: names of slots whose rows all move at every step, written whole at each save;
+        a pattern matches the whole name or its last step. Adafactor's are known.
+      codec: codec of the tables' values, for all or by table path pattern (the first that
+        matches; ``raw`` where none does). Slots are always ``raw``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
+      >>> parts = split(state, Tables(select="params/emb"))
+      >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
+      (['params/emb'], ['w'])
+    """
+
+    select: Select
+    slots: Mapping[str, Mapping[str, Select]] | None = None
+    always: Sequence[str] = ()
+    codec: str | Mapping[str, str] = "raw"
+
+    def __post_init__(self) -> None:
+        paths.check_select(self.select)
+        if not isinstance(self.codec, (str, Mapping)):
+            raise OptionError(f"codec: expected a name or a mapping, found {self.codec!r}")
+        if self.slots is not None and not isinstance(self.slots, Mapping):
+            raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tables, their groups and the dense leaves of one state; equal for equal states.
+
+    Attributes:
+      groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
+      tables: the tables in the order of their names.
+      dense: every leaf that is neither table nor slot nor TouchState.
+      tracking_paths: where TouchStates stand; they are never saved.
+    """
+
+    groups: tuple[GroupEntry, ...]
+    tables: tuple[TableEntry, ...]
+    dense: tuple[DenseLeaf, ...]
+    tracking_paths: tuple[KeyPath, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """A state taken apart.
+
+    Attributes:
+      layout: what is where.
+      fields: table name to field name to leaf, (rows, *trailing).
+      dense: nested dicts with string keys of the dense leaves.
+      touched: the state's TouchState, None where it has none.
+    """
+
+    layout: Layout
+    fields: dict[str, dict[str, Any]]
+    dense: dict[str, Any]
+    touched: TouchState | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """What to take from which position of the flattened state."""
+
+    layout: Layout
+    fields: dict[str, dict[str, int]]
+    dense: tuple[tuple[tuple[str, ...], int], ...]
+    places: tuple[tracking.Place, ...]
+
+
+@dataclasses.dataclass
+class _Table:
+    """A table while its group is not known yet; fields: name to (position, always)."""
+
+    name: str
+    fields: dict[str, tuple[int, bool]]
+
+
+_plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
+
+
+def split(state: Any, tables: Tables) -> Split:
+    """Takes a state apart into tables with slots, dense leaves and the TouchState.
+
+    Args:
+      state: any pytree: nested dicts, a flax ``TrainState``, an nnx state or module, tuples of
+        them. Leaves may be ``jax.Array``, ``np.ndarray`` or abstract.
+      tables: which leaves are tables.
+
+    Returns:
+      The parts; leaves are those of the state, not copies.
+
+    Raises:
+      TableSelectionError: a pattern matches nothing, a chosen leaf cannot be a table, a path
+        names two leaves, or slots are ambiguous; the message lists the paths.
+      TrackingError: the state holds TouchStates that disagree.
+    """
+    leaves, treedef = paths.flatten(state, tracking.is_touch_state)
+    plan = _plan_of(state, tables, leaves, treedef)
+    fields = {
+        name: {field: leaves[i] for field, i in positions.items()}
+        for name, positions in plan.fields.items()
+    }
+    dense: dict[str, Any] = {}
+    for key, i in plan.dense:
+        node = dense
+        for step in key[:-1]:
+            node = node.setdefault(step, {})
+        node[key[-1]] = _plain_empty(leaves[i])
+    touched = tracking.combine(_touched_at(place, leaves) for place in plan.places)
+    return Split(plan.layout, fields, dense, touched)
+
+
+def join(
+    template: Any,
+    layout: Layout,
+    fields: Mapping[str, Mapping[str, Any]],
+    dense: Mapping[str, Any],
+    touched: TouchState | None,
+) -> Any:
+    """Puts the parts of a state together.
+
+    Args:
+      template: a state of the wanted structure, abstract or not; None makes nested dicts and
+        lists.
+      layout: where tables and dense leaves stand.
+      fields: table name to field name to leaf.
+      dense: nested dicts of the dense leaves, as by ``split``.
+      touched: what to put in place of the template's TouchStates; None puts fresh ones.
+
+    Returns:
+      The state; without a template no TouchState is in it.
+
+    Raises:
+      TemplateMismatch: the template asks for a leaf that the parts do not hold.
+      TrackingError: ``touched`` lacks a table of the template's TouchState.
+    """
+    by_name = {
+        path_name(path): fields[table.name][field]
+        for table in layout.tables
+        if table.name in fields
+        for field, path in table.leaves.items()
+        if field in fields[table.name]
+    }
+    if template is None:
+        return _nested(layout, by_name, dense)
+    flat = paths.flatten_with_paths(template, tracking.is_touch_state)
+    _, treedef = paths.flatten(template, tracking.is_touch_state)
+    leaves: list[Any] = list(flat.leaves)
+    tracked = set()
+    for place in tracking.places(flat):
+        _put_touched(place, leaves, touched)
+        tracked.update(place.positions)
+    missing = []
+    for i, path in enumerate(flat.paths):
+        name = path_name(path)
+        if i in tracked or paths.is_empty(flat.leaves[i]):
+            continue
+        if name in by_name:
+            leaves[i] = by_name[name]
+            continue
+        try:
+            leaves[i] = _dense_at(dense, _dense_key(path))
+        except KeyError:
+            missing.append(name)
+    if missing:
+        raise TemplateMismatch(
+            f"the template asks for leaves that the step does not hold:\n{paths.listed(missing)}\n"
+            "restore with a template of the saved structure, or without one"
+        )
+    return tree_util.tree_unflatten(treedef, leaves)
+
+
+def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
+    """Finds the stamps of each table: table name to key in ``touched.stamps``.
+
+    A key names the table whose path it is, else the one table whose path ends with it (``track``
+    sees paths within the params only).
+
+    Raises:
+      TrackingError: a table has no stamps, two tables share some, or the numbers of rows differ.
+    """
+    found: dict[str, str] = {}
+    for table in layout.tables:
+        steps = table.name.split("/")
+        ends = ("/".join(steps[i:]) for i in range(len(steps)))
+        key = next((end for end in ends if end in touched.stamps), None)
+        if key is None:
+            raise TrackingError(
+                f"table {table.name}: no stamps of it in the TouchState, which has\n"
+                f"{paths.listed(touched.stamps)}\ninitialise it with every table"
+            )
+        found[table.name] = key
+        rows = touched.stamps[key].shape[0]
+        if rows != table.rows:
+            raise TrackingError(
+                f"table {table.name}: expected {table.rows} stamps, found {rows} under {key!r}; "
+                "initialise the TouchState again with the tables as they are"
+            )
+    for key in found.values():
+        sharing = [name for name, other in found.items() if other == key]
+        if len(sharing) > 1:
+            raise TrackingError(
+                f"stamps {key!r} fit more than one table:\n{paths.listed(sharing)}\n"
+                "name the stamps by the tables' whole paths"
+            )
+    return found
+
+
+def _plan_of(state: Any, tables: Tables, leaves: list[Any], treedef: Any) -> _Plan:
+    known = _plans.setdefault(tables, {})
+    key = (treedef, tuple(map(_signature, leaves)))
+    try:
+        plan = known.get(key)
+    except TypeError:  # a static field of the state that cannot be hashed
+        return _find_plan(state, tables)
+    if plan is None:
+        plan = _find_plan(state, tables)
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        known[key] = plan
+    return plan
+
+
+def _signature(leaf: Any) -> Any:
+    try:
+        return leaf.shape, leaf.dtype, leaf.sharding
+    except AttributeError:
+        if isinstance(leaf, TouchState):
+            return TouchState
+        return getattr(leaf, "shape", type(leaf)), getattr(leaf, "dtype", None)
+
+
+def _find_plan(state: Any, tables: Tables) -> _Plan:
+    flat = paths.flatten_with_paths(state, tracking.is_touch_state)
+    places = tuple(tracking.places(flat))
+    tracked = {i for place in places for i in place.positions}
+    found = _choose(state, flat, tables, tracked)
+    taken = {i for table in found for i, _ in table.fields.values()} | tracked
+    dense = [i for i in range(len(flat.leaves)) if i not in taken]
+    groups, entries = _group(found, flat, tables)
+    layout = Layout(
+        groups,
+        entries,
+        tuple(DenseLeaf(path=flat.paths[i], key=_dense_key(flat.paths[i])) for i in dense),
+        tuple(place.path for place in places),
+    )
+    fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in found}
+    # A plan outlives the state: it keeps where the TouchState stands, not its arrays.
+    kept = tuple(place._replace(touched=TouchState(None, {})) for place in places)  # pyright: ignore[reportArgumentType]
+    return _Plan(layout, fields, tuple((_dense_key(flat.paths[i]), i) for i in dense), kept)
+
+
+def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[_Table]:
+    """The tables with their slots, in the order of their names."""
+    optimizer = slots.optimizer_leaves(state, flat)
+    names = [path_name(path) for path in flat.paths]
+    usable = [
+        i for i in range(len(names)) if i not in tracked and not paths.is_empty(flat.leaves[i])
+    ]
+    outside = [i for i in usable if optimizer[i] is None]
+    chosen = [
+        outside[i]
+        for i in paths.choose(
+            tables.select, [flat.paths[i] for i in outside], [flat.leaves[i] for i in outside]
+        )
+    ]
+    faults = [
+        f"{names[i] or '(the state itself)'} {fault}"
+        for i in chosen
+        if (fault := paths.table_fault(flat.leaves[i]))
+    ]
+    if faults:
+        raise TableSelectionError(
+            f"select: these leaves cannot be tables:\n{paths.listed(faults)}\n"
+            "a table is an array of numbers whose first axis are the rows"
+        )
+    _check_names([names[i] for i in chosen], names)
+    found = {i: _Table(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
+    explicit = _explicit_slots(tables, found, flat, names, usable)
+    if tables.slots is None or tables.slots:
+        for slot in slots.find_slots(flat, chosen, optimizer):
+            if slot.table not in explicit and slot.leaf not in tracked:
+                always = slots.is_always(slot, tables.always)
+                found[slot.table].fields[blocks.slot_field(slot.name)] = (slot.leaf, always)
+    _check_always(tables.always, found)
+    _check_taken_once(found, names)
+    return sorted(found.values(), key=lambda table: table.name)
+
+
+def _check_names(chosen: list[str], names: list[str]) -> None:
+    clashes = sorted({name for name in chosen if names.count(name) > 1})
+    if clashes:
+        raise TableSelectionError(
+            f"select: each of these paths names more than one leaf:\n{paths.listed(clashes)}\n"
+            "a key that holds '/' reads like two; rename it"
+        )
+
+
+def _explicit_slots(
+    tables: Tables, found: dict[int, _Table], flat: Flat, names: list[str], usable: list[int]
+) -> set[int]:
+    """Gives tables the slots that the user declared; positions of the tables concerned."""
+    concerned = set()
+    for pattern, declared in (tables.slots or {}).items():
+        matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
+        if not matched:
+            raise TableSelectionError(
+                f"slots: pattern {pattern!r} matches no table; the tables are\n"
+                f"{paths.listed(table.name for table in found.values())}"
+            )
+        for i in matched:
+            concerned.add(i)
+            for slot, select in declared.items():
+                leaf = _declared_leaf(found[i].name, slot, select, flat, names, usable)
+                rows, shape = flat.leaves[i].shape[0], getattr(flat.leaves[leaf], "shape", ())
+                if paths.table_fault(flat.leaves[leaf]) or shape[0] != rows:
+                    raise TableSelectionError(
+                        f"slots: slot {slot!r} of table {found[i].name}: expected {rows} rows, "
+                        f"found shape {tuple(shape)} at {names[leaf]}"
+                    )
+                candidate = slots.Slot(i, leaf, slot, False)
+                always = slots.is_always(candidate, tables.always)
+                found[i].fields[blocks.slot_field(slot)] = (leaf, always)
+    return concerned
+
+
+def _declared_leaf(
+    table: str, slot: str, select: Select, flat: Flat, names: list[str], usable: list[int]
+) -> int:
+    """Position of the one leaf that a declared slot names."""
+    if isinstance(select, str):
+        select = select.replace("{table}", table).replace("{name}", table.rpartition("/")[2])
+    matched = paths.choose(
+        select, [flat.paths[i] for i in usable], [flat.leaves[i] for i in usable]
+    )
+    if len(matched) != 1:
+        raise TableSelectionError(
+            f"slots: slot {slot!r} of table {table}: expected one leaf, found\n"
+            f"{paths.listed(names[usable[i]] for i in matched)}\n"
+            "'{table}' and '{name}' in a path stand for the table's path and its last step"
+        )
+    return usable[matched[0]]
+
+
+def _check_always(always: Sequence[str], found: dict[int, _Table]) -> None:
+    names = {
+        field.removeprefix(blocks.slot_field(""))
+        for table in found.values()
+        for field in table.fields
+        if field != blocks.VALUES
+    }
+    for pattern in [always] if isinstance(always, str) else always:
+        if not any(slots.is_always(slots.Slot(0, 0, name, False), pattern) for name in names):
+            raise TableSelectionError(
+                f"always: pattern {pattern!r} matches no slot; the slots are\n{paths.listed(names)}"
+            )
+
+
+def _check_taken_once(found: dict[int, _Table], names: list[str]) -> None:
+    owners: dict[int, list[str]] = {}
+    for table in found.values():
+        for field, (i, _) in table.fields.items():
+            owners.setdefault(i, []).append(f"{table.name} ({field})")
+    shared = [
+        f"{names[i]}: {', '.join(sorted(claims))}"
+        for i, claims in owners.items()
+        if len(claims) > 1
+    ]
+    if shared:
+        raise TableSelectionError(
+            f"these leaves are claimed more than once:\n{paths.listed(shared)}\n"
+            "say which leaves are slots with Tables(slots={table pattern: {slot name: path}})"
+        )
+
+
+def _group(
+    found: list[_Table], flat: Flat, tables: Tables
+) -> tuple[tuple[GroupEntry, ...], tuple[TableEntry, ...]]:
+    """Groups and table entries; tables come sorted by name, and so does everything else."""
+    codec_of = _codecs(tables.codec, [table.name for table in found])
+    rows_of: dict[Any, int] = {}
+    placed = []
+    for table in found:
+        specs = tuple(
+            _field_spec(field, flat.leaves[i], always, codec_of[table.name])
+            for field, (i, always) in sorted(table.fields.items(), key=_values_first)
+        )
+        shardings = tuple(_row_sharding(flat.leaves[table.fields[spec.name][0]]) for spec in specs)
+        key = (specs, shardings)
+        rows = flat.leaves[table.fields[blocks.VALUES][0]].shape[0]
+        placed.append((table, key, rows_of.get(key, 0), rows))
+        rows_of[key] = rows_of.get(key, 0) + rows
+    name_of = {key: f"g{number}" for number, key in enumerate(rows_of)}
+    groups = tuple(
+        GroupEntry(name=name_of[key], rows=rows, fields=key[0]) for key, rows in rows_of.items()
+    )
+    entries = tuple(
+        TableEntry(
+            name=table.name,
+            group=name_of[key],
+            offset=offset,
+            rows=rows,
+            leaves={spec.name: flat.paths[table.fields[spec.name][0]] for spec in key[0]},
+        )
+        for table, key, offset, rows in placed
+    )
+    return groups, entries
+
+
+def _values_first(item: tuple[str, Any]) -> tuple[bool, str]:
+    return item[0] != blocks.VALUES, item[0]
+
+
+def _codecs(codec: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
+    if isinstance(codec, str):
+        return dict.fromkeys(names, codec)
+    for pattern in codec:
+        if not any(paths.matches(pattern, name) for name in names):
+            raise TableSelectionError(
+                f"codec: pattern {pattern!r} matches no table; the tables are\n{paths.listed(names)}"
+            )
+    return {
+        name: next((c for pattern, c in codec.items() if paths.matches(pattern, name)), "raw")
+        for name in names
+    }
+
+
+def _field_spec(field: str, leaf: Any, always: bool, codec: str) -> FieldSpec:
+    return FieldSpec(
+        name=field,
+        trailing=tuple(int(size) for size in leaf.shape[1:]),
+        dtype=np.dtype(leaf.dtype).name,
+        codec=codec if field == blocks.VALUES else "raw",
+        always=always,
+    )
+
+
+def _row_sharding(leaf: Any) -> str:
+    """A leaf's sharding as text; empty where every device holds all of it."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or sharding.is_fully_replicated:
+        return ""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = list(sharding.spec)
+        while spec and spec[-1] is None:
+            spec.pop()
+        return f"{dict(sharding.mesh.shape)} {spec}"
+    return str(sharding)
+
+
+def _dense_key(path: KeyPath) -> tuple[str, ...]:
+    """Key of a dense leaf. Orbax joins keys with '.', so a '.' in a step is escaped."""
+    return tuple(str(step).replace("%", "%25").replace(".", "%2E") or "%" for _, step in path) or (
+        "%",
+    )
+
+
+def _dense_at(dense: Mapping[str, Any], key: tuple[str, ...]) -> Any:
+    node: Any = dense
+    for step in key:
+        if not isinstance(node, Mapping):
+            raise KeyError(step)
+        node = node[step]
+    return node
+
+
+def _plain_empty(leaf: Any) -> Any:
+    """None, or an empty container of a plain type for one that Orbax would not know."""
+    if not paths.is_empty(leaf) or leaf is None:
+        return leaf
+    if isinstance(leaf, dict):
+        return {}
+    return None if hasattr(type(leaf), "_fields") else []
+
+
+def _touched_at(place: tracking.Place, leaves: list[Any]) -> TouchState:
+    clock, *stamps = (leaves[i] for i in place.positions)
+    if not place.names:
+        return tracking.plain(clock)
+    return TouchState(clock, dict(zip(place.names, stamps, strict=True)))
+
+
+def _put_touched(place: tracking.Place, leaves: list[Any], touched: TouchState | None) -> None:
+    """Puts ``touched``, else a fresh TouchState, where the template has one."""
+    wanted = place.touched.stamps
+    given = touched if touched is not None else tracking.fresh(place.touched)
+    if absent := wanted.keys() - given.stamps.keys():
+        raise TrackingError(
+            f"{path_name(place.path)}: the TouchState given lacks tables\n{paths.listed(absent)}"
+        )
+    content = TouchState(given.clock, {name: given.stamps[name] for name in wanted})
+    if place.names:
+        values = (content.clock, *(content.stamps[name] for name in place.names))
+        for i, value in zip(place.positions, values, strict=True):
+            leaves[i] = value
+        return
+    (position,) = place.positions
+    structure = tree_util.tree_structure(leaves[position])
+    leaves[position] = tree_util.tree_unflatten(structure, tree_util.tree_leaves(content))
+
+
+def _nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
+    """Nested dicts and lists of all leaves, by their typed key paths."""
+    root: dict[Any, Any] = {}
+    places: list[tuple[KeyPath, Callable[[], Any]]] = [
+        (path, lambda name=path_name(path): by_name[name])
+        for table in layout.tables
+        for path in table.leaves.values()
+        if path_name(path) in by_name
+    ]
+    places += [(leaf.path, lambda key=leaf.key: _dense_at(dense, key)) for leaf in layout.dense]
+    for path, leaf in places:
+        try:
+            value = leaf()
+        except KeyError:
+            continue
+        node = root
+        for entry in path[:-1]:
+            node = node.setdefault(entry, {})
+        node[path[-1]] = value
+    return _typed(root)
+
+
+def _typed(node: Any) -> Any:
+    """Turns a dict with key entries as keys into a list or a plain dict."""
+    if not isinstance(node, dict) or not all(_is_entry(key) for key in node):
+        return node
+    items = {key[1]: _typed(child) for key, child in node.items()}
+    if node and all(key[0] == "seq" for key in node):
+        # A hole is a part of the state that had no leaf, or was not asked for.
+        return [items.get(i) for i in range(max(items) + 1)]
+    return items
+
+
+def _is_entry(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 2

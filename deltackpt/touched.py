@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Touched rows as stamps: pure JAX, inside jit or out of it.
+
+``TouchState`` holds one int32 stamp per row and one clock. ``mark`` advances the clock and
+stamps rows with it; a save records the clock that it saw, and the rows touched since are those
+with a greater stamp. Nothing is ever cleared, so a failed save loses no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from deltackpt import paths, slots
+from deltackpt.bits import any_in_row, away_from_zero, bits, rows_differ, width
+from deltackpt.errors import TableSelectionError, TrackingError
+from deltackpt.manifest import KeyPath
+from deltackpt.paths import Flat, Select
+
+#: The clock stops here; a save that sees it takes a base.
+CLOCK_MAX = int(np.iinfo(np.int32).max)
+
+
+class TouchState(NamedTuple):
+    """When each row was last touched; a pytree that lives inside jit.
+
+    Attributes:
+      clock: int32 scalar, advanced by each ``mark``.
+      stamps: table name to the clock at which each row was last touched, (rows,) int32, 0 at
+        first; sharded like the table's first axis.
+    """
+
+    clock: jax.Array
+    stamps: dict[str, jax.Array]
+
+
+class TrackState(NamedTuple):
+    """State of the optimizer that ``track`` returns.
+
+    Attributes:
+      touched: the touched rows; a save finds them with ``find``.
+      inner: state of the wrapped optimizer.
+    """
+
+    touched: TouchState
+    inner: optax.OptState
+
+
+def init(tables: Mapping[str, Any]) -> TouchState:
+    """Makes a TouchState in which no row was touched yet.
+
+    Args:
+      tables: table name to its array or ShapeDtypeStruct, first axis rows. Stamps get its
+        row sharding. Inside jit an array whose sharding jit alone decides (Auto axes) gives
+        stamps that jit shards.
+
+    Returns:
+      Clock 0, stamps (rows,) int32 of zeros.
+
+    Raises:
+      TrackingError: a table has no row axis.
+
+    Example:
+      >>> state = init({"users": jnp.zeros((4, 2))})
+      >>> state = mark(state, {"users": jnp.array([1, 3, -1])})
+      >>> state.stamps["users"].tolist()
+      [0, 1, 0, 1]
+    """
+    stamps = {}
+    for name, table in tables.items():
+        if fault := paths.table_fault(table):
+            raise TrackingError(f"table {name}: {fault}; expected an array of rows")
+        stamps[name] = _zeros(table.shape[0], _row_sharding(table))
+    return TouchState(jnp.zeros((), jnp.int32), stamps)
+
+
+def fresh(state: TouchState) -> TouchState:
+    """A TouchState like ``state`` (abstract or not) in which no row was touched yet."""
+
+    def zeros(leaf: Any) -> jax.Array:
+        sharding = getattr(leaf, "sharding", None)
+        return jnp.zeros(leaf.shape, jnp.int32, device=sharding)
+
+    return jax.tree.map(zeros, state)
+
+
+def mark(state: TouchState, ids: Mapping[str, Any]) -> TouchState:
+    """Advances the clock and stamps the rows that ``ids`` name.
+
+    Ids below zero, and ids past the last row, are padding and dropped; they never wrap.
+    Costs O(ids), whatever the tables' sizes. The clock stops at ``CLOCK_MAX``: rows are still
+    stamped, and ``clock_exhausted`` makes the next saves bases.
+
+    Args:
+      state: the TouchState; its stamps keep their sharding under Auto and Explicit meshes.
+      ids: table name to row indices of any shape and integer dtype.
+
+    Returns:
+      The state after the mark.
+
+    Raises:
+      TrackingError: a name has no stamps, or ids are no integers.
+    """
+    clock = jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
+    stamps = dict(state.stamps)
+    for name, rows in ids.items():
+        if name not in stamps:
+            raise TrackingError(f"mark: no table {name!r}; the tables are\n{paths.listed(stamps)}")
+        stamps[name] = _stamp(name, stamps[name], clock, rows)
+    return TouchState(clock, stamps)
+
+
+def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
+    """Advances the clock and stamps the rows for which a (rows,) bool mask is True.
+
+    Costs O(rows); ``mark`` is the cheap way where the ids are known.
+
+    Raises:
+      TrackingError: a name has no stamps.
+    """
+    clock = jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
+    stamps = dict(state.stamps)
+    for name, mask in rows.items():
+        if name not in stamps:
+            raise TrackingError(
+                f"mark_rows: no table {name!r}; the tables are\n{paths.listed(stamps)}"
+            )
+        stamps[name] = jnp.where(mask, clock, stamps[name])
+    return TouchState(clock, stamps)
+
+
+def clock_exhausted(clock: int | jax.Array) -> bool:
+    """Whether the clock has stopped, so that stamps no longer tell rows apart.
+
+    After 2**31 - 1 marks a row touched now bears the same stamp as one touched at the save
+    before. A save that sees such a clock must take a base, as must every later one of the run; the
+    fresh TouchState of a restore starts again at clock 0.
+    """
+    return int(clock) >= CLOCK_MAX
+
+
+def track(
+    optimizer: optax.GradientTransformation,
+    select: Select,
+    *,
+    always: str | Sequence[str] = (),
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that it stamps every row that it changes.
+
+    A row is touched when its update changes the bits of the row, or when the bits of one of
+    its slots change. That is exact for whatever passes through the optimizer, at the price
+    of a pass over tables and slots at each step: ``mark`` is far cheaper for sparse updates. It
+    must be the outermost wrapper. With a dense optimizer such as Adam most rows move soon after
+    their first gradient, and deltas grow accordingly.
+
+    Args:
+      optimizer: any optax optimizer.
+      select: the tables, by their paths within the params; as ``Tables.select``.
+      always: slots whose rows all move at every step, by name as ``Tables.always``; they touch no
+        row. Adafactor's factored statistics are known.
+
+    Returns:
+      An optimizer with the updates of ``optimizer``, whose state is a ``TrackState``.
+
+    Raises:
+      TableSelectionError: when initialised: a pattern matches nothing, or a leaf that cannot
+        be a table.
+      TrackingError: when updated without the params, which an exact answer needs.
+
+    Example:
+      >>> params = {"emb": jnp.ones((3, 2)), "w": jnp.ones(2)}
+      >>> optimizer = track(optax.adagrad(0.1), "emb")
+      >>> state = optimizer.init(params)
+      >>> grads = {"emb": jnp.zeros((3, 2)).at[1].set(1.0), "w": jnp.ones(2)}
+      >>> updates, state = jax.jit(optimizer.update)(grads, state, params)
+      >>> find(state).stamps["emb"].tolist()
+      [0, 1, 0]
+    """
+    paths.check_select(select)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init_fn(params: optax.Params) -> TrackState:
+        flat = _flatten(params)
+        chosen = {paths.path_name(flat.paths[i]): flat.leaves[i] for i in _chosen(flat, select)}
+        return TrackState(touched=init(chosen), inner=inner.init(params))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, TrackState]:
+        state = cast(TrackState, state)
+        if params is None:
+            raise TrackingError("track: update() needs the params; pass them as third argument")
+        updates, new = inner.update(updates, state.inner, params, **extra)
+        # What is compared is what is returned: a fusion of its own could round differently.
+        updates, new = jax.lax.optimization_barrier((updates, new))
+        changed = _changed_rows(select, always, params, updates, state.inner, new)
+        rows = {
+            name: _like(mask, state.touched.stamps[name])
+            for name, mask in changed.items()
+            if name in state.touched.stamps
+        }
+        return updates, TrackState(mark_rows(state.touched, rows), new)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def find(state: Any) -> TouchState | None:
+    """The TouchState anywhere inside a train state, optimizer state, nnx state or module.
+
+    Args:
+      state: any pytree.
+
+    Returns:
+      The TouchState; several of one clock and of different tables are joined; None without any.
+
+    Raises:
+      TrackingError: several disagree in their clocks, or in the stamps of one table.
+    """
+    flat = _flatten(state)
+    return combine([place.touched for place in places(flat)])
+
+
+class Place(NamedTuple):
+    """Where a TouchState stands among the leaves of a state.
+
+    Attributes:
+      path: its key path.
+      positions: its leaves: one position where its type is intact, else the clock's and those
+        of the stamps in the order of ``names``.
+      names: the tables of the stamps, () where the type is intact.
+      touched: its content.
+    """
+
+    path: KeyPath
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    touched: TouchState
+
+
+def is_touch_state(node: Any) -> bool:
+    """Whether a node is a TouchState."""
+    return isinstance(node, TouchState)
+
+
+def places(flat: Flat) -> list[Place]:
+    """Every TouchState of a state flattened with ``is_touch_state`` as stop.
+
+    An nnx ``State`` keeps no NamedTuple types: there it is what stands under ``touched`` with the
+    fields, shapes and dtypes of a TouchState.
+    """
+    found = []
+    untyped: dict[KeyPath, dict[str, int]] = {}
+    for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
+        if is_touch_state(leaf):
+            found.append(Place(path, (i,), (), plain(leaf)))
+        elif len(path) >= 3 and path[-2][1] == "touched" and path[-1][1] == "clock":
+            untyped.setdefault(path[:-1], {})[""] = i
+        elif len(path) >= 4 and path[-3][1] == "touched" and path[-2][1] == "stamps":
+            untyped.setdefault(path[:-2], {})[str(path[-1][1])] = i
+    for path, parts in untyped.items():
+        names = tuple(name for name in parts if name)
+        positions = tuple(parts[name] for name in ("", *names) if name in parts)
+        ranks = [getattr(flat.leaves[i], "ndim", None) for i in positions]
+        types = {getattr(flat.leaves[i], "dtype", None) for i in positions}
+        if "" in parts and names and types == {np.dtype(np.int32)} and set(ranks[1:]) == {1}:
+            clock, *stamps = (flat.leaves[i] for i in positions)
+            content = TouchState(clock, dict(zip(names, stamps, strict=True)))
+            found.append(Place(path, positions, names, content))
+    return found
+
+
+def plain(state: TouchState) -> TouchState:
+    """A TouchState without the nnx Variables that may wrap its leaves."""
+    clock, *stamps = jax.tree.leaves(state)
+    return TouchState(clock, dict(zip(sorted(state.stamps), stamps, strict=True)))
+
+
+def combine(states: Iterable[TouchState]) -> TouchState | None:
+    """One TouchState of several; see ``find``."""
+    states = list(states)
+    if not states:
+        return None
+    first, stamps = states[0], dict(states[0].stamps)
+    for other in states[1:]:
+        for name, array in other.stamps.items():
+            if name in stamps and stamps[name] is not array:
+                raise TrackingError(
+                    f"find: two TouchStates hold different stamps of table {name!r}; "
+                    "pass the one that counts as save(touched=...)"
+                )
+            stamps[name] = array
+        if other.clock is not first.clock and not _same_clock(first.clock, other.clock):
+            raise TrackingError(
+                f"find: two TouchStates disagree, with clocks {first.clock} and {other.clock}; "
+                "pass the one that counts as save(touched=...)"
+            )
+    return TouchState(first.clock, stamps)
+
+
+def _same_clock(one: Any, other: Any) -> bool:
+    if isinstance(one, jax.ShapeDtypeStruct) or isinstance(other, jax.ShapeDtypeStruct):
+        return True
+    return int(one) == int(other)
+
+
+def _flatten(tree: Any) -> Flat:
+    return paths.flatten_with_paths(tree, is_touch_state)
+
+
+def _chosen(flat: Flat, select: Select) -> list[int]:
+    """Positions of the tables among the leaves of params; checked."""
+    chosen = paths.choose(select, flat.paths, flat.leaves)
+    faults = [
+        f"{paths.path_name(flat.paths[i])} {fault}"
+        for i in chosen
+        if (fault := paths.table_fault(flat.leaves[i]))
+    ]
+    if faults:
+        raise TableSelectionError(f"track: these leaves cannot be tables:\n{paths.listed(faults)}")
+    return chosen
+
+
+def _changed_rows(
+    select: Select,
+    always: str | Sequence[str],
+    params: Any,
+    updates: Any,
+    old: Any,
+    new: Any,
+) -> dict[str, jax.Array]:
+    """Table name to the rows, (rows,) bool, whose bits or whose slots' bits changed."""
+    flat = _flatten(params)
+    moved = _flatten(updates)
+    update_of = dict(zip(moved.paths, moved.leaves, strict=True))
+    changed = {}
+    for i in _chosen(flat, select):
+        update = update_of.get(flat.paths[i])
+        table = jnp.asarray(flat.leaves[i])
+        changed[paths.path_name(flat.paths[i])] = (
+            jnp.zeros(table.shape[0], bool) if update is None else _moved_rows(table, update)
+        )
+    tree = {"params": params, "opt_state": old}
+    both = _flatten(tree)
+    optimizer = slots.optimizer_leaves(tree, both)
+    chosen = set(_chosen(flat, select))
+    prefix = len(both.paths) - len(flat.paths)
+    tables = [i for i in range(prefix, len(both.paths)) if i - prefix in chosen]
+    after = _flatten({"params": params, "opt_state": new}).leaves
+    for slot in slots.find_slots(both, tables, optimizer):
+        if slots.is_always(slot, always):
+            continue
+        name = paths.path_name(both.paths[slot.table][1:])
+        differ = rows_differ(jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf]))
+        changed[name] = changed[name] | _like(differ, changed[name])
+    return changed
+
+
+def _moved_rows(table: jax.Array, update: jax.Array) -> jax.Array:
+    """Rows that ``optax.apply_updates`` changes in bits.
+
+    The sum that the caller's program computes may be fused with the update's last product and
+    then rounds once instead of twice. Its update lies within one unit in the last place of ours, so
+    a row that ours, and ours moved away from zero by one unit, both leave alone is unchanged.
+    """
+
+    def applied(delta: jax.Array) -> jax.Array:
+        return bits((table + delta).astype(table.dtype)) != bits(table)
+
+    changed = applied(update)
+    if jnp.issubdtype(update.dtype, jnp.floating) and width(update.dtype) >= 16:
+        changed |= applied(away_from_zero(update)) | jnp.isnan(update)
+    return any_in_row(changed)
+
+
+def _like(mask: jax.Array, other: jax.Array) -> jax.Array:
+    """``mask`` with the sharding of ``other`` in its type (Explicit meshes)."""
+    wanted = jax.typeof(other).sharding
+    if jax.typeof(mask).sharding == wanted:
+        return mask
+    return jax.sharding.reshard(mask, wanted)
+
+
+def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: Any) -> jax.Array:
+    rows = stamps.shape[0]
+    if not isinstance(ids, jax.Array):
+        # 64-bit ids of the host: jnp.asarray would cut them to 32 bits, and so wrap them.
+        ids = np.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        if ids.size:
+            raise TrackingError(
+                f"mark: ids of table {name!r} have dtype {ids.dtype}, not an integer"
+            )
+        ids = ids.astype(np.int32)
+    xp = np if isinstance(ids, np.ndarray) else jnp
+    # The bounds are tested in the ids' own type: a cast first would wrap uint32 and int64 ids.
+    valid = ids >= 0
+    if jnp.iinfo(ids.dtype).max >= rows:
+        valid &= ids < xp.asarray(rows, ids.dtype)
+    target = xp.where(valid, ids.astype(np.int32), np.int32(-1))
+    return stamps.at[jnp.asarray(target)].set(
+        clock,
+        mode="drop",
+        wrap_negative_indices=False,
+        out_sharding=jax.typeof(stamps).sharding,
+    )
+
+
+def _zeros(rows: int, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    return jnp.zeros((rows,), jnp.int32, device=sharding)
+
+
+def _row_sharding(table: Any) -> jax.sharding.Sharding | None:
+    """Sharding of a table's first axis, None where it has none to keep."""
+    if isinstance(table, jax.core.Tracer):
+        sharding = jax.typeof(table).sharding
+    else:
+        sharding = getattr(table, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+        return sharding if isinstance(sharding, jax.sharding.SingleDeviceSharding) else None
+    if isinstance(table, jax.core.Tracer) and not sharding.mesh.are_all_axes_explicit:
+        return None
+    spec = jax.sharding.PartitionSpec(*sharding.spec[:1])
+    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
