@@ -24,10 +24,10 @@ STEP_DIGESTS = "digests.step.msgpack"
 ROLLED_BACK = "rolled-back"
 #: Steps that are being deleted: renamed here first, then emptied.
 TRASH = "deleted"
-LEASE = "lease.msgpack"
 GAPS = "rows.gaps"
 
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
+_LEASE = re.compile(r"lease\.(\d+)\.msgpack")
 
 
 def manifest_name(process: int) -> str:
@@ -49,3 +49,14 @@ def digests_name(process: int) -> str:
 def array_dir(item_dir: Path, process: int, segment: str, array: str) -> Path:
     """Directory of one Zarr array of a part."""
     return item_dir / f"part.{process}" / segment / array
+
+
+def lease_name(epoch: int) -> str:
+    """Name of an epoch's lease in the root."""
+    return f"lease.{epoch}.msgpack"
+
+
+def lease_epoch(name: str) -> int | None:
+    """Epoch of a lease's name, None where the name is another object's."""
+    match = _LEASE.fullmatch(name)
+    return int(match[1]) if match else None

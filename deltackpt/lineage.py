@@ -233,6 +233,8 @@ class Lineage:
                 delta_bytes=tuple(self._delta_bytes),
                 chain_length=previous.chain_length,
                 chain_bytes=previous.total_bytes,
+                anchor_chain_length=anchor.chain_length,
+                anchor_chain_bytes=anchor.total_bytes,
             )
         )
         if decision.kind == "base":

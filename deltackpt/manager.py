@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import jax
 import orbax.checkpoint as ocp
 
 from deltackpt import events, layout, pipeline, restore, tables, touched
@@ -564,10 +565,22 @@ class CheckpointManager:
         report = flight.pending.report
         assert report is not None
         self._reports.append(report)
-        events.emit(
-            events.save_event(report, step=flight.step, blocked_secs=flight.blocked_secs),
-            self._sinks,
+        event = events.SaveEvent(
+            step=flight.step,
+            kind=report.intent.kind,
+            reason=report.intent.reason,
+            process=jax.process_index(),
+            rows=report.rows,
+            total_rows=report.total_rows,
+            bytes_written=report.bytes_written,
+            ratio=report.bytes_written / max(1, report.base_bytes),
+            blocked_secs=flight.blocked_secs,
+            extract_secs=report.extract_secs,
+            write_secs=report.write_secs,
+            digest_secs=report.digest_secs,
+            total_secs=time.perf_counter() - flight.started,
         )
+        events.emit(event, self._sinks)
 
     # The parts of a restore.
 
@@ -615,7 +628,15 @@ class CheckpointManager:
             bytes_read=merged.bytes_read,
             seconds=time.perf_counter() - started,
         )
-        events.emit(events.restore_event(result), self._sinks)
+        event = events.RestoreEvent(
+            step=step,
+            process=jax.process_index(),
+            chain=result.chain,
+            source=result.source,
+            bytes_read=result.bytes_read,
+            seconds=result.seconds,
+        )
+        events.emit(event, self._sinks)
         return result
 
     def _joined(

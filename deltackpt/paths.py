@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 
 from deltackpt.errors import OptionError, TableSelectionError
@@ -200,9 +201,9 @@ def table_fault(leaf: Any) -> str | None:
         return f"is a {type(leaf).__name__}, not an array"
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return f"has dtype {dtype}, which is no plain number type"
-    if dtype == object or getattr(dtype, "kind", "") in "USM":
+    if np.dtype(dtype).kind in "OSUMm":
         return f"has dtype {dtype}, which is no number type"
-    if len(shape) == 0:
+    if not shape:
         return "is a scalar"
     if 0 in shape:
         return f"has shape {tuple(shape)}, without any element"

@@ -92,6 +92,70 @@ class RestoredTables:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class AbstractEmbeddings:
+    """What to restore of an item: table name to field name to abstract leaf.
+
+    A leaf is a ``jax.ShapeDtypeStruct`` (its sharding is used) or an array. ``tables`` None asks
+    for everything, on the host.
+    """
+
+    tables: Mapping[str, Mapping[str, Any]] | None = None
+
+
+def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTables:
+    """Restores one item of a step, for the adapters of Orbax.
+
+    Args:
+      item_dir: directory of the item in a committed step.
+      abstract: what to restore, and where to put it.
+
+    Raises:
+      RestoreError: what is wrong with the step, or with what was asked for.
+    """
+    saves = read_chain(item_dir.parent, item_dir.name)
+    wanted = None
+    if abstract is not None and abstract.tables is not None:
+        wanted = dict.fromkeys(abstract.tables)
+        stored = abstract_of(saves[-1]).tables or {}
+        for name, fields in abstract.tables.items():
+            for field, leaf in fields.items():
+                _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
+    merged = restore_tables(saves, wanted=wanted)
+    if abstract is None or abstract.tables is None:
+        return merged
+    chosen = {
+        name: {field: merged.fields[name][field] for field in fields}
+        for name, fields in abstract.tables.items()
+    }
+    return dataclasses.replace(merged, fields=place(chosen, abstract.tables))
+
+
+def abstract_of(save: StoredSave) -> AbstractEmbeddings:
+    """Shapes and dtypes of a step's tables and slots."""
+    groups = {group.name: group for group in save.layout.groups}
+    return AbstractEmbeddings(
+        tables={
+            table.name: {
+                spec.name: jax.ShapeDtypeStruct(
+                    (table.rows, *spec.trailing), codecs.dtype_of(spec.dtype)
+                )
+                for spec in groups[table.group].fields
+            }
+            for table in save.layout.tables
+        }
+    )
+
+
+def _check_leaf(name: str, field: str, wanted: Any, stored: Any) -> None:
+    found = None if stored is None else (tuple(stored.shape), stored.dtype)
+    if found != (tuple(wanted.shape), wanted.dtype):
+        raise TemplateMismatch(
+            f"table {name}, {field}: expected by the template {wanted.dtype}{wanted.shape}, found "
+            f"in the step {found or 'no such array'}; ask for what metadata() shows"
+        )
+
+
 def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
     """Reads and checks the manifests of one step.
 
@@ -387,7 +451,7 @@ class _Piece:
         """Reads, decodes and merges the piece."""
         direct = self._direct_target()
         if direct is not None:
-            self._read("", codecs.get("raw").stored_view(direct))
+            self._read("", direct.view(codecs.stored_dtype(direct.dtype)))
         else:
             self._merge()
         meter.add(self.nbytes)

@@ -17,7 +17,6 @@ from typing import Any
 
 from deltackpt import paths
 from deltackpt.errors import TableSelectionError
-from deltackpt.manifest import KeyPath
 from deltackpt.paths import Flat
 
 #: A node of the tree of canonical paths: step text to child; a leaf is its position.

@@ -8,19 +8,19 @@ splits at every save.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jax import tree_util
 
 from deltackpt import blocks, paths, slots
 from deltackpt import touched as tracking
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
-from deltackpt.manifest import DenseLeaf, FieldSpec, GroupEntry, KeyPath, TableEntry
+from deltackpt.groups import TableFields, group_tables
+from deltackpt.manifest import DenseLeaf, GroupEntry, KeyPath, TableEntry
 from deltackpt.paths import Flat, Select, path_name
 from deltackpt.touched import TouchState
 
@@ -107,14 +107,6 @@ class _Plan:
     fields: dict[str, dict[str, int]]
     dense: tuple[tuple[tuple[str, ...], int], ...]
     places: tuple[tracking.Place, ...]
-
-
-@dataclasses.dataclass
-class _Table:
-    """A table while its group is not known yet; fields: name to (position, always)."""
-
-    name: str
-    fields: dict[str, tuple[int, bool]]
 
 
 _plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
@@ -279,7 +271,7 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     found = _choose(state, flat, tables, tracked)
     taken = {i for table in found for i, _ in table.fields.values()} | tracked
     dense = [i for i in range(len(flat.leaves)) if i not in taken]
-    groups, entries = _group(found, flat, tables)
+    groups, entries = group_tables(found, flat, tables.codec)
     layout = Layout(
         groups,
         entries,
@@ -292,7 +284,7 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     return _Plan(layout, fields, tuple((_dense_key(flat.paths[i]), i) for i in dense), kept)
 
 
-def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[_Table]:
+def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[TableFields]:
     """The tables with their slots, in the order of their names."""
     optimizer = slots.optimizer_leaves(state, flat)
     names = [path_name(path) for path in flat.paths]
@@ -317,7 +309,7 @@ def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[_
             "a table is an array of numbers whose first axis are the rows"
         )
     _check_names([names[i] for i in chosen], names)
-    found = {i: _Table(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
+    found = {i: TableFields(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
     explicit = _explicit_slots(tables, found, flat, names, usable)
     if tables.slots is None or tables.slots:
         for slot in slots.find_slots(flat, chosen, optimizer):
@@ -339,7 +331,7 @@ def _check_names(chosen: list[str], names: list[str]) -> None:
 
 
 def _explicit_slots(
-    tables: Tables, found: dict[int, _Table], flat: Flat, names: list[str], usable: list[int]
+    tables: Tables, found: dict[int, TableFields], flat: Flat, names: list[str], usable: list[int]
 ) -> set[int]:
     """Gives tables the slots that the user declared; positions of the tables concerned."""
     concerned = set()
@@ -384,7 +376,7 @@ def _declared_leaf(
     return usable[matched[0]]
 
 
-def _check_always(always: Sequence[str], found: dict[int, _Table]) -> None:
+def _check_always(always: Sequence[str], found: dict[int, TableFields]) -> None:
     names = {
         field.removeprefix(blocks.slot_field(""))
         for table in found.values()
@@ -398,7 +390,7 @@ def _check_always(always: Sequence[str], found: dict[int, _Table]) -> None:
             )
 
 
-def _check_taken_once(found: dict[int, _Table], names: list[str]) -> None:
+def _check_taken_once(found: dict[int, TableFields], names: list[str]) -> None:
     owners: dict[int, list[str]] = {}
     for table in found.values():
         for field, (i, _) in table.fields.items():
@@ -413,81 +405,6 @@ def _check_taken_once(found: dict[int, _Table], names: list[str]) -> None:
             f"these leaves are claimed more than once:\n{paths.listed(shared)}\n"
             "say which leaves are slots with Tables(slots={table pattern: {slot name: path}})"
         )
-
-
-def _group(
-    found: list[_Table], flat: Flat, tables: Tables
-) -> tuple[tuple[GroupEntry, ...], tuple[TableEntry, ...]]:
-    """Groups and table entries; tables come sorted by name, and so does everything else."""
-    codec_of = _codecs(tables.codec, [table.name for table in found])
-    rows_of: dict[Any, int] = {}
-    placed = []
-    for table in found:
-        specs = tuple(
-            _field_spec(field, flat.leaves[i], always, codec_of[table.name])
-            for field, (i, always) in sorted(table.fields.items(), key=_values_first)
-        )
-        shardings = tuple(_row_sharding(flat.leaves[table.fields[spec.name][0]]) for spec in specs)
-        key = (specs, shardings)
-        rows = flat.leaves[table.fields[blocks.VALUES][0]].shape[0]
-        placed.append((table, key, rows_of.get(key, 0), rows))
-        rows_of[key] = rows_of.get(key, 0) + rows
-    name_of = {key: f"g{number}" for number, key in enumerate(rows_of)}
-    groups = tuple(
-        GroupEntry(name=name_of[key], rows=rows, fields=key[0]) for key, rows in rows_of.items()
-    )
-    entries = tuple(
-        TableEntry(
-            name=table.name,
-            group=name_of[key],
-            offset=offset,
-            rows=rows,
-            leaves={spec.name: flat.paths[table.fields[spec.name][0]] for spec in key[0]},
-        )
-        for table, key, offset, rows in placed
-    )
-    return groups, entries
-
-
-def _values_first(item: tuple[str, Any]) -> tuple[bool, str]:
-    return item[0] != blocks.VALUES, item[0]
-
-
-def _codecs(codec: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
-    if isinstance(codec, str):
-        return dict.fromkeys(names, codec)
-    for pattern in codec:
-        if not any(paths.matches(pattern, name) for name in names):
-            raise TableSelectionError(
-                f"codec: pattern {pattern!r} matches no table; the tables are\n{paths.listed(names)}"
-            )
-    return {
-        name: next((c for pattern, c in codec.items() if paths.matches(pattern, name)), "raw")
-        for name in names
-    }
-
-
-def _field_spec(field: str, leaf: Any, always: bool, codec: str) -> FieldSpec:
-    return FieldSpec(
-        name=field,
-        trailing=tuple(int(size) for size in leaf.shape[1:]),
-        dtype=np.dtype(leaf.dtype).name,
-        codec=codec if field == blocks.VALUES else "raw",
-        always=always,
-    )
-
-
-def _row_sharding(leaf: Any) -> str:
-    """A leaf's sharding as text; empty where every device holds all of it."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or sharding.is_fully_replicated:
-        return ""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = list(sharding.spec)
-        while spec and spec[-1] is None:
-            spec.pop()
-        return f"{dict(sharding.mesh.shape)} {spec}"
-    return str(sharding)
 
 
 def _dense_key(path: KeyPath) -> tuple[str, ...]:
@@ -544,18 +461,14 @@ def _put_touched(place: tracking.Place, leaves: list[Any], touched: TouchState |
 def _nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
     """Nested dicts and lists of all leaves, by their typed key paths."""
     root: dict[Any, Any] = {}
-    places: list[tuple[KeyPath, Callable[[], Any]]] = [
-        (path, lambda name=path_name(path): by_name[name])
-        for table in layout.tables
-        for path in table.leaves.values()
-        if path_name(path) in by_name
+    stored = (path for table in layout.tables for path in table.leaves.values())
+    found: list[tuple[KeyPath, Any]] = [
+        (path, by_name[path_name(path)]) for path in stored if path_name(path) in by_name
     ]
-    places += [(leaf.path, lambda key=leaf.key: _dense_at(dense, key)) for leaf in layout.dense]
-    for path, leaf in places:
-        try:
-            value = leaf()
-        except KeyError:
-            continue
+    for leaf in layout.dense:
+        with contextlib.suppress(KeyError):  # dense leaves may be restored in part
+            found.append((leaf.path, _dense_at(dense, leaf.key)))
+    for path, value in found:
         node = root
         for entry in path[:-1]:
             node = node.setdefault(entry, {})

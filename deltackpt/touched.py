@@ -420,12 +420,12 @@ def _zeros(rows: int, sharding: jax.sharding.Sharding | None) -> jax.Array:
 def _row_sharding(table: Any) -> jax.sharding.Sharding | None:
     """Sharding of a table's first axis, None where it has none to keep."""
     if isinstance(table, jax.core.Tracer):
-        sharding = jax.typeof(table).sharding
+        sharding: Any = jax.typeof(table).sharding
+        if sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
+            return None
     else:
         sharding = getattr(table, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.empty:
+    if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding if isinstance(sharding, jax.sharding.SingleDeviceSharding) else None
-    if isinstance(table, jax.core.Tracer) and not sharding.mesh.are_all_axes_explicit:
-        return None
     spec = jax.sharding.PartitionSpec(*sharding.spec[:1])
     return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

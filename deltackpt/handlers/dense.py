@@ -37,7 +37,7 @@ def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTre
       stored: Orbax's metadata of the stored item.
     """
     if abstract is None:
-        kinds = jax.tree.map(_host_args, stored, is_leaf=_is_leaf_metadata)
+        kinds = jax.tree.map(_host_args, stored.tree, is_leaf=_is_leaf_metadata)
         return ocp.args.PyTreeRestore(restore_args=kinds)
     item = jax.tree.map(_storable, abstract, is_leaf=_is_none)
     item = jax.tree.map(_with_sharding, item, is_leaf=_is_none)

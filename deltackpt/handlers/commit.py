@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit: Orbax's finalisation, made to survive a power cut.
+
+Stock Orbax 0.12.8 renames a step's directory into place without an fsync, and a power cut then
+leaves a step that is listed and cannot be read. Here everything is on disk before the rename,
+and the rename before ``wait()`` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deltackpt import integrity, layout
+from deltackpt.handlers.orbax_private import (
+    COMMIT_SUCCESS_FILE,
+    TMP_DIR_SUFFIX,
+    AtomicRenameTemporaryPath,
+    step_metadata_file_path,
+)
+from deltackpt.storage import files
+
+
+def temporary_path_class(
+    *, fsync: bool, item: str = layout.EMBEDDINGS_ITEM, check: Callable[[], None] | None = None
+) -> type[AtomicRenameTemporaryPath]:
+    """A class for Orbax's ``temporary_path_class`` option.
+
+    Args:
+      fsync: whether the step survives a power cut once it is committed.
+      item: name of our item, whose files its own digests cover.
+      check: called before each commit; what it raises prevents the commit.
+    """
+
+    class DigestedTemporaryPath(AtomicRenameTemporaryPath):
+        """Metadata, commit file, digests, fsync of the tree, rename, fsync of the parent."""
+
+        async def finalize(self) -> None:
+            if TMP_DIR_SUFFIX in Path(self.get()).parent.name:
+                # An item of a step: the step's own finalisation digests and syncs it.
+                await super().finalize()
+            else:
+                await asyncio.to_thread(self._finalize)
+
+        def _finalize(self) -> None:
+            step_dir = Path(self.get())
+            store = self._checkpoint_metadata_store
+            if store is not None:
+                store.wait_until_finished()
+                store.update(
+                    file_path=step_metadata_file_path(self.get()),
+                    commit_timestamp_nsecs=time.time_ns(),
+                )
+                store.wait_until_finished()
+            final = Path(self.get_final())
+            with files.typed_errors(step_dir, "write"):
+                (step_dir / COMMIT_SUCCESS_FILE).write_text(
+                    f"Checkpoint commit was successful to {final.name}"
+                )
+            write_step_digests(step_dir, item, fsync=fsync)
+            if fsync:
+                sync_step(step_dir, item)
+            if check is not None:
+                check()
+            files.rename(step_dir, final, fsync=fsync)
+
+    return DigestedTemporaryPath
+
+
+def write_step_digests(step_dir: Path, item: str, *, fsync: bool) -> None:
+    """Digests of everything in a step that the item's own digests do not cover."""
+    covered: set[str] = set()
+    for path in sorted((step_dir / item).glob("digests.*.msgpack")):
+        covered |= {f"{item}/{name}" for name in integrity.read_digests(path).files}
+    digests = integrity.digest_tree(step_dir, skip=covered | {layout.STEP_DIGESTS})
+    integrity.write_digests(step_dir / layout.STEP_DIGESTS, digests, fsync=fsync)
+
+
+def sync_step(step_dir: Path, item: str) -> None:
+    """Forces a step to disk; the array files of our own parts are there already."""
+    with files.typed_errors(step_dir, "force to disk"):
+        for folder, _, names in os.walk(step_dir, topdown=False):
+            below = Path(folder).relative_to(step_dir).parts
+            if not (len(below) > 1 and below[0] == item and below[1].startswith("part.")):
+                for name in names:
+                    files.fsync_path(Path(folder, name))
+            files.fsync_path(Path(folder))

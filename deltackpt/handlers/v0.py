@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The v0 adapter: what ``ocp.CheckpointManager`` drives today."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from deltackpt import pipeline, restore
+from deltackpt.handlers import steps
+from deltackpt.handlers.orbax_private import (
+    AsyncCheckpointHandler,
+    CommitFutureAwaitingContractedSignals,
+)
+from deltackpt.handlers.v1 import DeltaCheckpointableHandler
+from deltackpt.pipeline import Embeddings, PendingSave
+from deltackpt.restore import AbstractEmbeddings, RestoredTables
+
+
+class DeltaHandler(AsyncCheckpointHandler):
+    """Saves ``Embeddings`` and restores ``RestoredTables`` under Orbax v0.
+
+    Stateless. It writes what ``DeltaCheckpointableHandler`` reads, and the other way round.
+    """
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The v1 handler's name, so that each API finds its handler for the other's items."""
+        return f"{DeltaCheckpointableHandler.__module__}.{DeltaCheckpointableHandler.__qualname__}"
+
+    async def async_save(self, directory: epath.Path, args: DeltaSave) -> list[Any]:
+        """Takes the snapshot, unless the manager did; the future writes it."""
+        item_dir = Path(directory)
+        pending = args.item
+        if isinstance(pending, Embeddings):
+            step_dir = steps.final_step_dir(item_dir)
+            pending = pipeline.snapshot(pending, steps.step_number(step_dir), step_dir)
+        taken = pending
+
+        async def write() -> None:
+            await asyncio.to_thread(taken.write, item_dir)
+
+        return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-save")]
+
+    def save(self, directory: epath.Path, args: DeltaSave) -> None:
+        """Saves and waits."""
+        for future in asyncio.run(self.async_save(directory, args)):
+            future.result()
+
+    def restore(
+        self, directory: epath.Path, args: DeltaRestore | None = None
+    ) -> RestoredTables:
+        """Reads the chain of a step and merges it."""
+        return restore.load_item(Path(directory), args.item if args is not None else None)
+
+    def metadata(self, directory: epath.Path) -> AbstractEmbeddings:
+        """Shapes and dtypes of the tables and slots of a step."""
+        item_dir = Path(directory)
+        return restore.abstract_of(restore.read_save(item_dir.parent, item_dir.name))
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Nothing is left to do: the part was complete when its future ended."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@ocp.args.register_with_handler(DeltaHandler, for_save=True)
+@dataclasses.dataclass
+class DeltaSave(ocp.args.CheckpointArgs):
+    """Save arguments: ``Embeddings``, or a snapshot of them that was already taken."""
+
+    item: Embeddings | PendingSave
+
+
+@ocp.args.register_with_handler(DeltaHandler, for_restore=True)
+@dataclasses.dataclass
+class DeltaRestore(ocp.args.CheckpointArgs):
+    """Restore arguments: None for everything on the host."""
+
+    item: AbstractEmbeddings | None = None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The v1 adapter: ``Embeddings`` as a checkpointable of Orbax's new API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from deltackpt import pipeline, restore
+from deltackpt.handlers import steps
+from deltackpt.pipeline import Embeddings, PendingSave
+from deltackpt.restore import AbstractEmbeddings, RestoredTables
+
+
+class DeltaCheckpointableHandler:
+    """Saves ``Embeddings``; loads ``RestoredTables``, as ``AbstractEmbeddings`` asks.
+
+    Stateless: configuration travels in the checkpointable. Register it with
+    ``ocp.handlers.register_handler``. Under a stock v1 ``Checkpointer`` durability is that of the
+    process, digests cover our item only, and every save is a base.
+    """
+
+    async def save(
+        self, directory: ocp.path.PathAwaitingCreation, checkpointable: Embeddings
+    ) -> Awaitable[None]:
+        """Takes the snapshot; the awaitable writes it."""
+        item_dir = Path(directory.path)
+        step_dir = steps.final_step_dir(item_dir)
+        pending = pipeline.snapshot(checkpointable, steps.step_number(step_dir), step_dir)
+
+        async def write() -> None:
+            try:
+                created = Path(await directory.await_creation())
+            except BaseException:
+                pending.abandon()
+                raise
+            await asyncio.to_thread(pending.write, created)
+
+        return write()
+
+    async def load(
+        self,
+        directory: ocp.path.Path,
+        abstract_checkpointable: AbstractEmbeddings | None = None,
+    ) -> Awaitable[RestoredTables]:
+        """Reads the chain of a step and merges it, in the background."""
+        item_dir = Path(directory)
+
+        async def read() -> RestoredTables:
+            return await asyncio.to_thread(
+                restore.load_item, item_dir, abstract_checkpointable
+            )
+
+        return read()
+
+    async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:
+        """Shapes and dtypes of the tables and slots of a step."""
+        item_dir = Path(directory)
+        return restore.abstract_of(restore.read_save(item_dir.parent, item_dir.name))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it is ``Embeddings``."""
+        return isinstance(checkpointable, (Embeddings, PendingSave))
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        """Whether it is ``AbstractEmbeddings``."""
+        return isinstance(abstract_checkpointable, AbstractEmbeddings)

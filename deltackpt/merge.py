@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows onto host buffers, newest wins; numpy only.
+
+Blocks of a chain are applied base first, so that a later block overwrites. Blocks of one save
+hold different rows and may be applied at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from deltackpt import blocks, codecs
+from deltackpt.blocks import EncodedBlock, RowBlock
+from deltackpt.manifest import GroupEntry
+
+#: Decoded rows of this many stay in the cache until they are written.
+_PIECE_ROWS = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """The final buffer of some virtual rows and columns of one field.
+
+    ``buffer`` is (rows[1] - rows[0], *trailing).
+    """
+
+    group: str
+    field: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    buffer: np.ndarray
+
+
+def apply(block: RowBlock, targets: Iterable[Target]) -> int:
+    """Writes the rows of a block into every target that they belong to.
+
+    Args:
+      block: rows of one group.
+      targets: buffers; those of other groups and fields are passed over.
+
+    Returns:
+      How many rows of targets were written.
+    """
+    written = 0
+    for target in targets:
+        if target.group != block.group or target.field not in block.fields:
+            continue
+        chosen = blocks.row_slice(block.rows, *target.rows)
+        if chosen.start == chosen.stop:
+            continue
+        _scatter(block, chosen, target)
+        written += chosen.stop - chosen.start
+    return written
+
+
+def apply_encoded(
+    block: EncodedBlock, group: GroupEntry, targets: Sequence[Target]
+) -> int:
+    """Decodes and writes a block in cache-sized pieces; see ``apply``."""
+    written = 0
+    for start in range(0, len(block.rows), _PIECE_ROWS):
+        piece = slice(start, start + _PIECE_ROWS)
+        encoded = EncodedBlock(
+            block.group,
+            block.rows[piece],
+            block.columns,
+            {name: array[piece] for name, array in block.arrays.items()},
+        )
+        written += apply(codecs.decode_block(encoded, group), targets)
+    return written
+
+
+def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:
+    values = block.fields[target.field][chosen]
+    rows = block.rows[chosen]
+    buffer = target.buffer
+    if target.field == blocks.VALUES and block.columns != target.columns:
+        first = max(block.columns[0], target.columns[0])
+        last = min(block.columns[1], target.columns[1])
+        if first >= last:
+            return
+        buffer = buffer[:, first - target.columns[0] : last - target.columns[0]]
+        values = values[:, first - block.columns[0] : last - block.columns[0]]
+    if isinstance(rows, range):
+        buffer[rows.start - target.rows[0] : rows.stop - target.rows[0]] = values
+    else:
+        buffer[rows - target.rows[0]] = values

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies: pure functions of history that answer with their reason. No clock, no I/O."""
+
+from deltackpt.policy.base_or_delta import (
+    BaseOrDelta,
+    Consecutive,
+    Decision,
+    History,
+    Intermittent,
+    OneShot,
+)
+from deltackpt.policy.interval import Advice, advise_interval
+
+__all__ = [
+    "Advice",
+    "BaseOrDelta",
+    "Consecutive",
+    "Decision",
+    "History",
+    "Intermittent",
+    "OneShot",
+    "advise_interval",
+]

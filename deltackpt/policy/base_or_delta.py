@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base or delta: what the next save should be.
+
+Source: Eisenman et al., "Check-N-Run: a Checkpointing System for Training Deep Learning
+Recommendation Models", NSDI 2022, section 4.1 (one-shot, consecutive, intermittent).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, Protocol
+
+from deltackpt.errors import OptionError
+from deltackpt.manifest import Kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+    """What a policy knows: the saves since the base, or since a restore.
+
+    Attributes:
+      base_bytes: bytes of the base.
+      delta_bytes: bytes of each delta committed since, oldest first.
+      chain_length: deltas that restoring the newest save reads.
+      chain_bytes: bytes that restoring the newest save reads, its base included.
+      anchor_chain_length: deltas that restoring the anchor reads: 0 for a base, more where the
+        anchor is a restored delta.
+      anchor_chain_bytes: bytes that restoring the anchor reads.
+    """
+
+    base_bytes: int
+    delta_bytes: tuple[int, ...]
+    chain_length: int
+    chain_bytes: int
+    anchor_chain_length: int = 0
+    anchor_chain_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """An answer and its reason.
+
+    ``parent`` is ``"base"`` for the anchor (the base, or the restored step), ``"previous"`` for
+    the newest save, None for a base.
+    """
+
+    kind: Kind
+    parent: Literal["base", "previous"] | None
+    reason: str
+
+
+class BaseOrDelta(Protocol):
+    """Decides what the next save is. Asked once per save; must be pure."""
+
+    def decide(self, history: History) -> Decision:
+        """The decision, given at least one committed base."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bounded:
+    """Bounds that every policy keeps.
+
+    Attributes:
+      max_chain: most deltas that a restore may read.
+      max_restore_ratio: most bytes that a restore may read, in bases.
+    """
+
+    max_chain: int = 50
+    max_restore_ratio: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.max_chain < 1:
+            raise OptionError(f"max_chain: expected at least 1, found {self.max_chain}")
+        if not self.max_restore_ratio >= 1:
+            raise OptionError(
+                f"max_restore_ratio: expected at least 1, found {self.max_restore_ratio}"
+            )
+
+    def _bound(self, history: History, length: int, nbytes: int) -> Decision | None:
+        """A base where one more delta on such a chain would break a bound."""
+        if length + 1 > self.max_chain:
+            return _base(f"the chain has {length} deltas, the bound is {self.max_chain}")
+        expected = nbytes + (history.delta_bytes[-1] if history.delta_bytes else 0)
+        limit = self.max_restore_ratio * history.base_bytes
+        if expected > limit:
+            return _base(
+                f"a restore would read about {expected:,} bytes, the bound is {limit:,.0f} "
+                f"({self.max_restore_ratio:g} bases)"
+            )
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Consecutive(_Bounded):
+    """Each delta holds the rows touched since the previous save: the smallest writes."""
+
+    def decide(self, history: History) -> Decision:
+        """See ``BaseOrDelta``."""
+        return self._bound(history, history.chain_length, history.chain_bytes) or Decision(
+            kind="delta",
+            parent="previous",
+            reason=f"delta {history.chain_length + 1} of at most {self.max_chain} in the chain",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneShot(_Bounded):
+    """Each delta holds the rows touched since the base: restores read two saves."""
+
+    def decide(self, history: History) -> Decision:
+        """See ``BaseOrDelta``."""
+        return self._bound(
+            history, history.anchor_chain_length, _anchor_bytes(history)
+        ) or _since_base("one-shot: all rows touched since the base", history)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intermittent(_Bounded):
+    """One-shot deltas until a new base is predicted to write less.
+
+    With S_k the size of delta k as a fraction of a base, a base is taken when
+    1 + S_1 + ... + S_i <= (i + 1) * S_i: the average cost of a save since the base, the base
+    included, has come down to the size of the newest delta, and the next will not be smaller.
+    """
+
+    def decide(self, history: History) -> Decision:
+        """See ``BaseOrDelta``."""
+        bound = self._bound(history, history.anchor_chain_length, _anchor_bytes(history))
+        if bound is not None:
+            return bound
+        sizes = [nbytes / max(1, history.base_bytes) for nbytes in history.delta_bytes]
+        if sizes:
+            spent, ahead = 1 + sum(sizes), (len(sizes) + 1) * sizes[-1]
+            if spent <= ahead:
+                return _base(f"1 + S_1 + ... + S_i = {spent:.3f} <= (i + 1) * S_i = {ahead:.3f}")
+        return _since_base("intermittent: a new base would not pay yet", history)
+
+
+def _anchor_bytes(history: History) -> int:
+    return history.anchor_chain_bytes or history.base_bytes
+
+
+def _base(reason: str) -> Decision:
+    return Decision(kind="base", parent=None, reason=f"base: {reason}")
+
+
+def _since_base(reason: str, history: History) -> Decision:
+    last = history.delta_bytes[-1] / max(1, history.base_bytes) if history.delta_bytes else 0.0
+    return Decision(
+        kind="delta", parent="base", reason=f"{reason} (the last delta was {last:.3f} of a base)"
+    )

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often to save.
+
+Sources: Young, "A first order approximation to the optimum checkpoint interval", CACM 1974;
+Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from deltackpt.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advice:
+    """An interval between saves, in seconds, and why."""
+
+    interval_secs: float
+    reason: str
+
+
+def advise_interval(
+    *,
+    stall_secs: float,
+    persist_secs: float,
+    mtbr_secs: float,
+    max_overhead: float = 0.01,
+) -> Advice:
+    """Advises the time between saves that loses least to saves and restarts together.
+
+    Args:
+      stall_secs: training time that one save costs, measured.
+      persist_secs: time from ``save()`` until the step is durable, measured; a save cannot be
+        asked for more often.
+      mtbr_secs: mean time between restarts of the job.
+      max_overhead: most training time that saves may cost, as a fraction.
+
+    Returns:
+      The interval: Daly's estimate, never shorter than the budget or the store allows.
+
+    Raises:
+      OptionError: an argument is not a positive finite number, or the budget is not below 1.
+    """
+    for name, value in (
+        ("stall_secs", stall_secs),
+        ("persist_secs", persist_secs),
+        ("mtbr_secs", mtbr_secs),
+        ("max_overhead", max_overhead),
+    ):
+        if not (math.isfinite(value) and value > 0):
+            raise OptionError(f"{name}: expected a positive finite number, found {value}")
+    if max_overhead >= 1:
+        raise OptionError(f"max_overhead: expected a fraction below 1, found {max_overhead}")
+    candidates = {
+        f"Daly's optimum for a stall of {stall_secs:g} s and a restart every {mtbr_secs:g} s": (
+            _daly(stall_secs, mtbr_secs)
+        ),
+        f"the budget of {max_overhead:.2%} for a stall of {stall_secs:g} s": (
+            stall_secs / max_overhead
+        ),
+        f"a save is durable only after {persist_secs:g} s": persist_secs,
+    }
+    reason = max(candidates, key=lambda name: candidates[name])
+    return Advice(interval_secs=candidates[reason], reason=reason)
+
+
+def _daly(stall_secs: float, mtbr_secs: float) -> float:
+    """Daly's higher-order estimate (his equation 37)."""
+    if stall_secs >= 2 * mtbr_secs:
+        return mtbr_secs
+    ratio = stall_secs / (2 * mtbr_secs)
+    series = 1 + math.sqrt(ratio) / 3 + ratio / 9
+    return math.sqrt(2 * stall_secs * mtbr_secs) * series - stall_secs

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes in and out: Zarr arrays through TensorStore, files, durability, row gaps."""
