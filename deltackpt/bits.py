@@ -38,11 +38,6 @@ def bits(array: jax.Array) -> jax.Array:
     return array.astype(jnp.uint8)
 
 
-def rows_differ(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Which rows of two arrays of one shape (rows, ...) and dtype differ in bits: (rows,) bool."""
-    return any_in_row(bits(old) != bits(new))
-
-
 def any_in_row(flags: jax.Array) -> jax.Array:
     """Whether any flag of a row is set: (rows, ...) bool to (rows,)."""
     return jnp.any(flags, axis=tuple(range(1, flags.ndim))) if flags.ndim > 1 else flags

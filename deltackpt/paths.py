@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
@@ -199,7 +200,7 @@ def table_fault(leaf: Any) -> str | None:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return f"is a {type(leaf).__name__}, not an array"
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return f"has dtype {dtype}, which is no plain number type"
     if np.dtype(dtype).kind in "OSUMm":
         return f"has dtype {dtype}, which is no number type"

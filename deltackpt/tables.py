@@ -57,7 +57,7 @@ class Tables:
     always: Sequence[str] = ()
     codec: str | Mapping[str, str] = "raw"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: D105
         paths.check_select(self.select)
         if not isinstance(self.codec, (str, Mapping)):
             raise OptionError(f"codec: expected a name or a mapping, found {self.codec!r}")
@@ -347,7 +347,7 @@ def _explicit_slots(
             for slot, select in declared.items():
                 leaf = _declared_leaf(found[i].name, slot, select, flat, names, usable)
                 rows, shape = flat.leaves[i].shape[0], getattr(flat.leaves[leaf], "shape", ())
-                if paths.table_fault(flat.leaves[leaf]) or shape[0] != rows:
+                if paths.table_fault(flat.leaves[leaf]) or shape[:1] != (rows,):
                     raise TableSelectionError(
                         f"slots: slot {slot!r} of table {found[i].name}: expected {rows} rows, "
                         f"found shape {tuple(shape)} at {names[leaf]}"

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from deltackpt import paths, slots
-from deltackpt.bits import any_in_row, away_from_zero, bits, rows_differ, width
+from deltackpt.bits import any_in_row, away_from_zero, bits, width
 from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.manifest import KeyPath
 from deltackpt.paths import Flat, Select
@@ -340,31 +341,43 @@ def _changed_rows(
     flat = _flatten(params)
     moved = _flatten(updates)
     update_of = dict(zip(moved.paths, moved.leaves, strict=True))
-    changed = {}
-    for i in _chosen(flat, select):
+    chosen = _chosen(flat, select)
+    flags: dict[str, list[jax.Array]] = {}
+    for i in chosen:
         update = update_of.get(flat.paths[i])
         table = jnp.asarray(flat.leaves[i])
-        changed[paths.path_name(flat.paths[i])] = (
-            jnp.zeros(table.shape[0], bool) if update is None else _moved_rows(table, update)
+        flags[paths.path_name(flat.paths[i])] = (
+            [] if paths.is_empty(update) else [_moved(table, jnp.asarray(update))]
         )
     tree = {"params": params, "opt_state": old}
     both = _flatten(tree)
     optimizer = slots.optimizer_leaves(tree, both)
-    chosen = set(_chosen(flat, select))
-    prefix = len(both.paths) - len(flat.paths)
-    tables = [i for i in range(prefix, len(both.paths)) if i - prefix in chosen]
+    prefix = len(both.paths) - len(flat.paths)  # "opt_state" sorts before "params"
+    tables = [prefix + i for i in chosen]
     after = _flatten({"params": params, "opt_state": new}).leaves
     for slot in slots.find_slots(both, tables, optimizer):
         if slots.is_always(slot, always):
             continue
         name = paths.path_name(both.paths[slot.table][1:])
-        differ = rows_differ(jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf]))
-        changed[name] = changed[name] | _like(differ, changed[name])
-    return changed
+        before, now = jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf])
+        flags[name].append(bits(before) != bits(now))
+    return {name: _any_in_row(arrays) for name, arrays in flags.items() if arrays}
 
 
-def _moved_rows(table: jax.Array, update: jax.Array) -> jax.Array:
-    """Rows that ``optax.apply_updates`` changes in bits.
+def _any_in_row(flags: list[jax.Array]) -> jax.Array:
+    """Rows with a flag set in any of several (rows, ...) bool arrays: (rows,) bool."""
+    by_type: dict[Any, jax.Array] = {}
+    for array in flags:  # arrays alike are joined first: one reduction costs less than three
+        kind = (array.shape, jax.typeof(array).sharding)
+        by_type[kind] = by_type[kind] | array if kind in by_type else array
+    first, *others = (any_in_row(array) for array in by_type.values())
+    for rows in others:
+        first = first | _like(rows, first)
+    return first
+
+
+def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
+    """The numbers of a table that ``optax.apply_updates`` changes in bits: flags (rows, ...).
 
     The sum that the caller's program computes may be fused with the update's last product and
     then rounds once instead of twice. Its update lies within one unit in the last place of ours, so
@@ -377,7 +390,7 @@ def _moved_rows(table: jax.Array, update: jax.Array) -> jax.Array:
     changed = applied(update)
     if jnp.issubdtype(update.dtype, jnp.floating) and width(update.dtype) >= 16:
         changed |= applied(away_from_zero(update)) | jnp.isnan(update)
-    return any_in_row(changed)
+    return changed
 
 
 def _like(mask: jax.Array, other: jax.Array) -> jax.Array:
@@ -419,7 +432,7 @@ def _zeros(rows: int, sharding: jax.sharding.Sharding | None) -> jax.Array:
 
 def _row_sharding(table: Any) -> jax.sharding.Sharding | None:
     """Sharding of a table's first axis, None where it has none to keep."""
-    if isinstance(table, jax.core.Tracer):
+    if isinstance(table, Tracer):
         sharding: Any = jax.typeof(table).sharding
         if sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
             return None
