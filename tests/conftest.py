@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eight virtual CPU devices for every test, and the data that lies beside the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Both are read once, when jax first makes its backends: set before anything imports jax.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real inputs beside the repository."""
+    path = REPOSITORY.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"{path.relative_to(REPOSITORY.parent)} is not beside this checkout")
+    return path
