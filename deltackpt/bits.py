@@ -44,7 +44,7 @@ def any_in_row(flags: jax.Array) -> jax.Array:
 
 
 def away_from_zero(array: jax.Array) -> jax.Array:
-    """Each non-zero finite float moved to the next one away from zero; zeros stay."""
+    """Each float moved to the next one away from zero; zeros and NaN stay."""
     pattern = bits(array)
     moved = lax.bitcast_convert_type(pattern + jnp.ones((), pattern.dtype), array.dtype)
-    return jnp.where(array == 0, array, moved)
+    return jnp.where((array == 0) | jnp.isnan(array), array, moved)

@@ -389,7 +389,9 @@ def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
 
     changed = applied(update)
     if jnp.issubdtype(update.dtype, jnp.floating) and width(update.dtype) >= 16:
-        changed |= applied(away_from_zero(update)) | jnp.isnan(update)
+        changed |= applied(away_from_zero(update))
+        # Of two different NaNs either may come out.
+        changed |= jnp.isnan(update) & (bits(update) != bits(table.astype(update.dtype)))
     return changed
 
 

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks, the clock, and the optimizer wrapper."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from deltackpt import touched
+from deltackpt.errors import TableSelectionError, TrackingError
+from deltackpt.touched import CLOCK_MAX, TouchState
+
+ROWS = 16
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+def stamped(state: TouchState, name: str = "emb", since: int = 0) -> list[int]:
+    return np.flatnonzero(np.asarray(state.stamps[name]) > since).tolist()
+
+
+def mesh(axis_type: AxisType) -> jax.sharding.Mesh:
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    return jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type, axis_type))
+
+
+# --- mark ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("rows", [5, ROWS, 100, 300, 70_000])
+def test_padding_and_out_of_range_ids_are_dropped_and_never_wrapped(dtype, host, rows):
+    limits = np.iinfo(dtype)
+    ids = [0, 3, limits.min, limits.max, rows, rows + 1, -1, -2, -rows, 2**32 + 2, 2**31]
+    ids = np.array([i for i in ids if limits.min <= i <= limits.max], dtype)
+    if not host:
+        if ids.dtype.itemsize == 8:
+            pytest.skip("jax holds no 64-bit integers without x64")
+        ids = jnp.asarray(ids)
+    state = touched.init({"emb": jnp.zeros((rows, 1))})
+    expected = sorted({int(i) for i in np.asarray(ids) if 0 <= int(i) < rows})
+    assert stamped(touched.mark(state, {"emb": ids})) == expected
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-20, 20), max_size=30),
+    st.integers(1, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_mark_stamps_just_the_rows_named(ids, rows):
+    state = touched.init({"emb": jax.ShapeDtypeStruct((rows, 2), jnp.float32)})
+    marked = touched.mark(state, {"emb": np.array(ids, np.int64)})
+    assert stamped(marked) == sorted({i for i in ids if 0 <= i < rows})
+    assert int(marked.clock) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2), (0,), (2, 0)])
+def test_ids_may_have_any_shape(shape):
+    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
+    marked = jax.jit(touched.mark)(state, {"emb": jnp.full(shape, 7, jnp.int32)})
+    assert stamped(marked) == ([7] if np.prod(shape) else [])
+
+
+def test_a_later_mark_keeps_earlier_stamps_and_other_tables():
+    state = touched.init({"emb": jnp.zeros((ROWS, 2)), "other": jnp.zeros((3, 1))})
+    state = touched.mark(state, {"emb": jnp.array([1, 2])})
+    state = touched.mark(state, {"emb": jnp.array([2, 5])})
+    assert stamped(state) == [1, 2, 5]
+    assert stamped(state, since=1) == [2, 5]
+    assert stamped(state, "other") == []
+
+
+def test_a_mark_of_nothing_advances_the_clock_and_touches_no_row():
+    state = touched.mark(touched.init({"emb": jnp.zeros((ROWS, 2))}), {"emb": np.array([])})
+    assert int(state.clock) == 1 and stamped(state) == []
+
+
+def test_unknown_table_and_float_ids_are_named():
+    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
+    with pytest.raises(TrackingError, match=r"no table 'emd'.*\n  emb"):
+        touched.mark(state, {"emd": jnp.array([1])})
+    with pytest.raises(TrackingError, match="'emb' have dtype float32"):
+        touched.mark(state, {"emb": jnp.array([1.0])})
+    with pytest.raises(TrackingError, match="table emb: is a scalar"):
+        touched.init({"emb": jnp.zeros(())})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("table_spec", [P("rows"), P(("rows", "columns")), P(None, "columns"), P()])
+@pytest.mark.parametrize("ids_spec", [P(), P("rows"), P("columns"), P(("rows", "columns"))])
+@pytest.mark.parametrize("in_mesh", [True, False])
+def test_mark_keeps_the_sharding_of_stamps(axis_type, table_spec, ids_spec, in_mesh):
+    devices = mesh(axis_type)
+    table = jax.device_put(jnp.zeros((ROWS, 4)), NamedSharding(devices, table_spec))
+    ids = np.array([[0, 3], [9, 15], [-1, 16], [3, 3], [4, 4], [5, 5], [-16, 6], [7, 8]], np.int32)
+    placed = jax.device_put(ids, NamedSharding(devices, ids_spec))
+
+    def run():
+        state = touched.init({"emb": table})
+        before = state.stamps["emb"].sharding
+        assert before.spec[:1] == table_spec[:1] or before.is_fully_replicated
+        marked = jax.jit(touched.mark)(state, {"emb": placed})
+        marked = touched.mark(marked, {"emb": placed})
+        assert marked.stamps["emb"].sharding.is_equivalent_to(before, 1)
+        return marked
+
+    if in_mesh:
+        with jax.set_mesh(devices):
+            marked = run()
+    else:
+        marked = run()
+    assert stamped(marked, since=1) == [0, 3, 4, 5, 6, 7, 8, 9, 15]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_init_inside_jit_takes_the_rows_sharding_that_types_show(axis_type):
+    devices = mesh(axis_type)
+    with jax.set_mesh(devices):
+        table = jax.device_put(jnp.zeros((ROWS, 4)), NamedSharding(devices, P("rows", "columns")))
+        state = jax.jit(lambda table: touched.init({"emb": table}))(table)
+        if axis_type == AxisType.Explicit:
+            assert state.stamps["emb"].sharding.spec == P("rows")
+        assert state.stamps["emb"].shape == (ROWS,)
+
+
+def test_mark_replicates_only_the_ids():
+    devices = mesh(AxisType.Auto)
+    table = jax.device_put(jnp.zeros((4096, 4)), NamedSharding(devices, P("rows")))
+    state = touched.init({"emb": table})
+    ids = jax.device_put(np.arange(8, dtype=np.int32), NamedSharding(devices, P("columns")))
+    text = jax.jit(touched.mark).lower(state, {"emb": ids}).compile().as_text()
+    assert "s32[4096]" not in text
+
+
+def test_evaluation_marks_nothing():
+    state = touched.init({"emb": jnp.zeros((ROWS, 2))})
+
+    @jax.jit
+    def evaluate(state, table):
+        return state, table[jnp.array([1, 2])].sum()
+
+    after, _ = evaluate(state, jnp.ones((ROWS, 2)))
+    assert stamped(after) == [] and int(after.clock) == 0
+
+
+# --- the clock -------------------------------------------------------------------------------
+
+
+def test_the_clock_stops_instead_of_wrapping_and_loses_no_mark():
+    state = TouchState(jnp.int32(CLOCK_MAX - 1), {"emb": jnp.zeros(ROWS, jnp.int32)})
+    assert not touched.clock_exhausted(state.clock)
+    state = touched.mark(state, {"emb": jnp.array([1])})
+    assert int(state.clock) == CLOCK_MAX and touched.clock_exhausted(state.clock)
+    state = touched.mark(state, {"emb": jnp.array([2])})
+    assert int(state.clock) == CLOCK_MAX
+    assert stamped(state, since=CLOCK_MAX - 1) == [1, 2]
+    state = touched.mark_rows(state, {"emb": jnp.arange(ROWS) == 3})
+    assert int(state.clock) == CLOCK_MAX and stamped(state, since=CLOCK_MAX - 1) == [1, 2, 3]
+
+
+def test_fresh_has_the_same_tables_and_no_touched_row():
+    state = touched.mark(touched.init({"emb": jnp.zeros((ROWS, 2))}), {"emb": jnp.array([1])})
+    for like in (state, jax.eval_shape(lambda: state)):
+        again = touched.fresh(like)
+        assert int(again.clock) == 0 and again.stamps["emb"].tolist() == [0] * ROWS
+
+
+# --- track -----------------------------------------------------------------------------------
+
+
+def _labels(params):
+    return {name: "table" if name == "emb" else "rest" for name in params}
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=1e-6),
+    "weight decay alone": lambda: optax.chain(optax.add_decayed_weights(1e-7), optax.sgd(1e-1)),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "multi_transform": lambda: optax.multi_transform(
+        {"table": optax.adagrad(0.1), "rest": optax.adam(1e-2)}, _labels
+    ),
+    "masked": lambda: optax.chain(
+        optax.masked(optax.trace(0.9), {"emb": True, "tower": False}), optax.sgd(0.1)
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 3).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "adafactor, factored": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "adafactor, not factored": lambda: optax.adafactor(1e-2),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    "zero": optax.set_to_zero,
+}
+
+
+def table_arrays(state, params) -> list[np.ndarray]:
+    """The table ``emb`` and its slots, found apart from the code under test."""
+    arrays = [params["emb"]]
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state.inner)[0]:
+        names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
+        factored = {"v_row", "v_col"} & set(names)
+        if names[-1] == "emb" and "tower" not in names and not factored and leaf.shape[:1] == (ROWS,):
+            arrays.append(leaf)
+    return [np.asarray(array).reshape(ROWS, -1) for array in arrays]
+
+
+def changed_in_bits(old: list[np.ndarray], new: list[np.ndarray]) -> list[int]:
+    assert len(old) == len(new)
+    changed = np.zeros(ROWS, bool)
+    for before, after in zip(old, new, strict=True):
+        pairs = (before.view(np.uint8), after.view(np.uint8))
+        changed |= (pairs[0] != pairs[1]).reshape(ROWS, -1).any(axis=1)
+    return np.flatnonzero(changed).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_track_is_exact(name, dtype):
+    rng = np.random.default_rng(0)
+    params = {
+        "emb": jnp.asarray(rng.normal(size=(ROWS, 4)), dtype),
+        "tower": {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)), dtype)},
+    }
+    optimizer = touched.track(OPTIMIZERS[name](), "emb")
+    plain = OPTIMIZERS[name]()
+
+    def step(optimizer, params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    tracked = jax.jit(lambda *args: step(optimizer, *args))
+    reference = jax.jit(lambda *args: step(plain, *args))
+    state, other_state, other = optimizer.init(params), plain.init(params), params
+    assert find_names(state) == ["emb"]
+    for number in range(7):
+        grads = {
+            "emb": jnp.zeros((ROWS, 4), dtype).at[np.array([number, 3])].set(0.25),
+            "tower": {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)), dtype)},
+        }
+        new, new_state = tracked(params, state, grads)
+        expected = changed_in_bits(table_arrays(state, params), table_arrays(new_state, new))
+        assert stamped(new_state.touched, since=number) == expected
+        assert int(new_state.touched.clock) == number + 1
+        other, other_state = reference(other, other_state, grads)
+        np.testing.assert_array_equal(new["emb"], other["emb"])
+        params, state = new, new_state
+
+
+def find_names(state) -> list[str]:
+    found = touched.find(state)
+    assert found is not None
+    return sorted(found.stamps)
+
+
+@given(seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-12, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_track_never_misses_a_changed_row(seed, scale):
+    """Updates near the rounding limit, where a fused and a separate sum may round apart."""
+    rng = np.random.default_rng(seed)
+    params = {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)), jnp.float32)}
+    grads = {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)) * scale, jnp.float32)}
+    new, state = _sgd_step(params, _SGD.init(params), grads)
+    changed = changed_in_bits([np.asarray(params["emb"])], [np.asarray(new["emb"])])
+    assert set(changed) <= set(stamped(state.touched))
+
+
+_SGD = touched.track(optax.sgd(1e-4), "emb")
+
+
+@jax.jit
+def _sgd_step(params, state, grads):
+    updates, state = _SGD.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_track_compares_bits_not_values():
+    given_updates = jnp.zeros((4, 2)).at[1, 0].set(jnp.nan)
+    passing = optax.stateless(lambda updates, params: updates)
+    optimizer = touched.track(passing, "emb")
+    params = {"emb": jnp.zeros((4, 2)).at[2].set(-0.0).at[3].set(jnp.nan)}
+    _, state = optimizer.update({"emb": given_updates}, optimizer.init(params), params)
+    # -0.0 + 0.0 is 0.0; NaN + 0.0 is the same NaN.
+    assert stamped(state.touched) == [1, 2]
+
+
+def test_track_compares_the_bits_of_slots():
+    def update(updates, state, params):
+        return jax.tree.map(jnp.zeros_like, updates), optax.TraceState(updates)
+
+    optimizer = touched.track(
+        optax.GradientTransformation(lambda params: optax.TraceState(params), update), "emb"
+    )
+    params = {"emb": jnp.zeros((4, 2)).at[3].set(jnp.nan)}
+    state = optimizer.init(params)
+    slot = params["emb"].at[1, 1].set(-0.0)
+    _, state = optimizer.update({"emb": slot}, state, params)
+    assert stamped(state.touched) == [1]
+
+
+def test_declared_always_slots_touch_no_row():
+    def update(updates, state, params):
+        return jax.tree.map(jnp.zeros_like, updates), optax.TraceState(
+            jax.tree.map(lambda trace: trace + 1, state.trace)
+        )
+
+    inner = optax.GradientTransformation(optax.TraceState, update)
+    params = {"emb": jnp.zeros((4, 2))}
+    for always, rows in (((), [0, 1, 2, 3]), (("trace",), [])):
+        optimizer = touched.track(inner, "emb", always=always)
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        assert stamped(state.touched) == rows
+
+
+def test_factored_statistics_touch_no_row():
+    params = {"emb": jnp.ones((ROWS, 4))}
+    optimizer = touched.track(optax.scale_by_factored_rms(min_dim_size_to_factor=2), "emb")
+    grads = {"emb": jnp.zeros((ROWS, 4)).at[5].set(1.0)}
+    state = optimizer.init(params)
+    assert state.inner.v_col["emb"].shape == (ROWS,)
+    _, new = optimizer.update(grads, state, params)
+    assert (np.asarray(new.inner.v_col["emb"]) != np.asarray(state.inner.v_col["emb"])).all()
+    assert stamped(new.touched) == [5]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("rows", "columns"), P(None, "columns"), P("rows")])
+def test_track_keeps_shardings(axis_type, spec):
+    devices = mesh(axis_type)
+    with jax.set_mesh(devices):
+        sharding = NamedSharding(devices, spec)
+        params = {"emb": jax.device_put(jnp.ones((ROWS, 4)), sharding)}
+        grads = {"emb": jax.device_put(jnp.zeros((ROWS, 4)).at[3].set(1.0), sharding)}
+        optimizer = touched.track(optax.adagrad(0.1), "emb")
+        state = optimizer.init(params)
+        before = state.touched.stamps["emb"].sharding
+        _, state = jax.jit(optimizer.update)(grads, state, params)
+        assert state.touched.stamps["emb"].sharding.is_equivalent_to(before, 1)
+        assert stamped(state.touched) == [3]
+
+
+def test_track_passes_extra_arguments_on():
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+    optimizer = touched.track(inner, "emb")
+    params = {"emb": jnp.ones((4, 2))}
+    updates, _ = optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1.0))
+    assert updates["emb"].shape == (4, 2)
+
+
+def test_track_wants_params_and_tables_that_exist():
+    params = {"emb": jnp.ones((4, 2)), "scale": jnp.ones(())}
+    optimizer = touched.track(optax.sgd(0.1), "emb")
+    with pytest.raises(TrackingError, match="needs the params"):
+        optimizer.update(params, optimizer.init(params))
+    with pytest.raises(TableSelectionError, match=r"'embed' matches nothing(.|\n)*  scale"):
+        touched.track(optax.sgd(0.1), "embed").init(params)
+    with pytest.raises(TableSelectionError, match="scale is a scalar"):
+        touched.track(optax.sgd(0.1), ["emb", "scale"]).init(params)
+
+
+# --- find, flax ------------------------------------------------------------------------------
+
+
+def test_find_without_any_is_none():
+    assert touched.find({"params": {"emb": jnp.ones(3)}, "nothing": None}) is None
+
+
+def test_find_refuses_states_that_disagree_and_joins_others():
+    one = touched.init({"emb": jnp.zeros((4, 2))})
+    other = touched.init({"tower": jnp.zeros((3, 2))})
+    joined = touched.find({"a": one, "b": other, "again": one})
+    assert joined is not None and sorted(joined.stamps) == ["emb", "tower"]
+    with pytest.raises(TrackingError, match="clocks 0 and 1"):
+        touched.find([one, touched.mark(other, {})])
+    with pytest.raises(TrackingError, match="different stamps of table 'emb'"):
+        touched.find([one, touched.init({"emb": jnp.zeros((4, 2))})])
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        return nn.Dense(1)(nn.Embed(ROWS, 4, name="emb")(ids)).sum()
+
+
+def test_linen_train_state():
+    model = Linen()
+    ids = jnp.array([2, 5])
+    optimizer = touched.track(optax.adagrad(0.1), "emb/embedding")
+    state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), ids)["params"], tx=optimizer
+    )
+
+    @jax.jit
+    def step(state, ids):
+        grads = jax.grad(lambda params: state.apply_fn({"params": params}, ids))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    found = touched.find(step(state, ids))
+    assert found is not None and stamped(found, "emb/embedding") == [2, 5]
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.emb = nnx.Embed(ROWS, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.out(self.norm(self.emb(ids))).sum()
+
+
+def test_nnx_optimizer():
+    model = Nnx(nnx.Rngs(0))
+    tx = touched.track(optax.adagrad(0.1), "emb/embedding")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+        grads = nnx.grad(lambda model: (model(ids) ** 2).sum())(model)
+        grads["emb"]["embedding"][...] = jnp.zeros((ROWS, 4)).at[ids].set(1.0)
+        optimizer.update(model, grads)
+
+    step(model, optimizer, jnp.array([1, 7]))
+    graph, state = nnx.split(optimizer)
+    for where in (optimizer, nnx.state(optimizer), (graph, state), nnx.to_pure_dict(state)):
+        found = touched.find(where)
+        assert found is not None and stamped(found, "emb/embedding") == [1, 7]
+        assert int(found.clock) == 1
+
+
+def test_nnx_mark_beside_the_model():
+    class Touched(nnx.Variable):
+        pass
+
+    model = Nnx(nnx.Rngs(0))
+    rows = Touched(touched.init({"emb": model.emb.embedding[...]}))
+
+    @nnx.jit
+    def step(rows, ids):
+        rows.set_value(touched.mark(rows.get_value(), {"emb": ids}))
+
+    step(rows, jnp.array([4, -1]))
+    found = touched.find({"model": nnx.state(model), "touched": rows})
+    assert found is not None and stamped(found) == [4]
