@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as a whole: lazy, documented, licensed, typed, and buildable."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import deltackpt
+from deltackpt import errors
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODULES = sorted(
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+    for path in (REPOSITORY / "deltackpt").rglob("*.py")
+)
+MADE_BY_TOOLS = {".git", ".venv", ".hypothesis", "__pycache__", "build", "dist", "site"}
+
+
+def source_files(*suffixes: str) -> list[Path]:
+    """Files of the source tree, what git ignores and binary goldens left out."""
+    found = []
+    for folder, subfolders, names in os.walk(REPOSITORY):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in MADE_BY_TOOLS and not name.endswith(("_cache", ".egg-info"))
+        ]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    return sorted(found)
+
+
+def fresh_python(program: str, **settings: str) -> str:
+    """Prints of a program in a new interpreter; a warning in it is an error."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **settings},
+    ).stdout
+
+
+def test_importing_the_package_imports_none_of_its_dependencies():
+    program = (
+        "import sys, deltackpt; dir(deltackpt); deltackpt.errors.Damaged;"
+        "print([m for m in ('jax', 'flax', 'optax', 'orbax', 'numpy', 'tensorstore', 'ray')"
+        " if m in sys.modules])"
+    )
+    assert fresh_python(program).strip() == "[]"
+
+
+def test_merging_and_decoding_import_neither_jax_nor_orbax():
+    program = (
+        "import sys, deltackpt.merge, deltackpt.codecs, deltackpt.chain, deltackpt.policy;"
+        "print([m for m in ('jax', 'orbax') if m in sys.modules])"
+    )
+    assert fresh_python(program).strip() == "[]"
+
+
+def test_every_public_name_exists_and_is_documented():
+    undocumented = [
+        name
+        for name in deltackpt.__all__
+        if name != "__version__" and not inspect.getdoc(getattr(deltackpt, name))
+    ]
+    assert undocumented == []
+    assert sorted(deltackpt.__all__) == list(deltackpt.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Checkpointer'"):
+        deltackpt.Checkpointer  # noqa: B018
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_run(module):
+    found = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    assert found.failed == 0
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    names = {part for module in MODULES for part in module.split(".")}
+    assert names.isdisjoint({"utils", "util", "helpers", "helper", "common", "core", "misc"})
+
+
+def test_library_code_reads_no_environment_variable_as_a_setting():
+    readers = [
+        path.name
+        for path in (REPOSITORY / "deltackpt").rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text())
+    ]
+    assert readers == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_error_is_swallowed(module):
+    path = REPOSITORY / Path(*module.split("."))
+    path = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+    swallowed = [
+        handler.lineno
+        for handler in ast.walk(ast.parse(path.read_text()))
+        if isinstance(handler, ast.ExceptHandler)
+        and (handler.type is None or ast.unparse(handler.type) in ("Exception", "BaseException"))
+        and all(isinstance(statement, ast.Pass) for statement in handler.body)
+    ]
+    assert swallowed == []
+
+
+def test_every_source_file_names_its_licence():
+    bare = [
+        str(path.relative_to(REPOSITORY))
+        for path in [*source_files(".py", ".sh", ".toml", ".yml", ".c"), REPOSITORY / "Makefile"]
+        if "SPDX-License-Identifier: Apache-2.0" not in "\n".join(path.read_text().splitlines()[:2])
+    ]
+    assert bare == []
+
+
+def test_no_path_of_one_machine_is_in_the_tree():
+    own = re.compile(r"(?<![\w.])/(home|root|Users|work)/\w")
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{number}"
+        for path in [
+            *source_files(".py", ".md", ".toml", ".yml", ".sh", ".txt"),
+            REPOSITORY / "Makefile",
+            REPOSITORY / ".ci" / "run",
+        ]
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if own.search(line) or str(REPOSITORY) in line
+    ]
+    assert found == []
+
+
+def test_error_codes_are_unique_and_errors_share_one_base():
+    classes = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    ]
+    assert all(issubclass(value, errors.DeltackptError) for value in classes)
+    codes = [value.code for value in classes]
+    assert sorted(set(codes)) == sorted(codes)
+
+
+def test_wheel_is_typed_whole_and_holds_nothing_else(tmp_path):
+    pytest.importorskip("hatchling", reason="the build backend is not installed")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    shutil.copytree(
+        REPOSITORY / "deltackpt",
+        source / "deltackpt",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            str(tmp_path),
+            str(source),
+        ],
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("deltackpt-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"deltackpt-{deltackpt.__version__}.dist-info/METADATA").decode()
+    code = {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in (REPOSITORY / "deltackpt").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert "deltackpt/py.typed" in names
+    assert {name for name in names if ".dist-info/" not in name} == code
+    assert "License-Expression: Apache-2.0" in metadata
+    # The installed wheel works where the source tree is not.
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r});" + (
+        "import deltackpt; print(deltackpt.__file__); deltackpt.CheckpointManager"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-I", "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    ).stdout
+    assert Path(printed.strip()).is_relative_to(tmp_path)
