@@ -483,6 +483,7 @@ class CheckpointManager:
             self._lineage.failed(pending.intent.save_id)
             self._orbax.reload()
             raise
+        pending.proceed.set()
         if self.options.base_snapshot == "block":
             self._wait_released(pending, step)
         blocked_secs = time.perf_counter() - started

@@ -7,6 +7,7 @@ The bytes are one msgpack map with a CRC32C of its body, specified in ``docs/for
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any, Literal
@@ -193,10 +194,15 @@ def from_bytes(
     return _build(cls, fields)
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _build(kind: Any, value: Any) -> Any:
     """Turns plain msgpack values back into the records that ``kind`` describes."""
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         return kind(**{k: _build(hints[k], v) for k, v in value.items() if k in hints})
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

@@ -24,6 +24,8 @@ class Codec(Protocol):
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
+    #: Whether ``encode`` gives views of its argument, so that any amount may be encoded at once.
+    zero_copy: ClassVar[bool]
 
     def stored(
         self, trailing: tuple[int, ...], dtype: np.dtype
@@ -53,6 +55,7 @@ class _Raw:
 
     name: ClassVar[str] = "raw"
     lossless: ClassVar[bool] = True
+    zero_copy: ClassVar[bool] = True
 
     def stored(
         self, trailing: tuple[int, ...], dtype: np.dtype
@@ -74,6 +77,7 @@ class _BFloat16:
 
     name: ClassVar[str] = "bf16"
     lossless: ClassVar[bool] = False
+    zero_copy: ClassVar[bool] = False
 
     def stored(
         self, trailing: tuple[int, ...], dtype: np.dtype

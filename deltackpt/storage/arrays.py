@@ -8,6 +8,7 @@ page cache into its final place by ``preadv``; anything else goes through Tensor
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,8 @@ from deltackpt.storage import files
 #: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.
 CHUNK_BYTES = 16 << 20
 _CRC_BYTES = 4
+#: Chunks of one array on their way to the disk: enough to keep it busy, 64 MiB of memory.
+_WRITES_IN_FLIGHT = 4
 _ZSTD_LEVEL = 3
 
 
@@ -66,10 +69,15 @@ def write_array(
                 _spec(directory, entry, fsync=fsync), create=True, context=_context(fsync)
             ).result()
             start = 0
+            writes: collections.deque[ts.WriteFutures] = collections.deque()
             for chunk in _chunks(entry, pieces):
-                # The write has copied or stored the chunk when its commit is done.
-                store[start : start + len(chunk)].write(chunk).result()
+                if len(writes) == _WRITES_IN_FLIGHT:
+                    writes.popleft().result()
+                writes.append(store[start : start + len(chunk)].write(chunk))
+                writes[-1].copy.result()  # The next piece may reuse the memory.
                 start += len(chunk)
+            while writes:
+                writes.popleft().result()
         except ValueError as error:
             raise _store_error(directory, error) from error
     if start != entry.shape[0]:
