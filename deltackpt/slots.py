@@ -81,8 +81,8 @@ def _is_named_tuple(node: Any) -> bool:
 
 
 def _is_optax_state(node: Any) -> bool:
-    if _is_named_tuple(node):
-        return type(node).__module__.split(".")[0] in ("optax", "deltackpt")
+    if _is_named_tuple(node):  # an empty one tells nothing: plain dicts may hold a MaskedNode
+        return bool(node) and type(node).__module__.split(".")[0] in ("optax", "deltackpt")
     if type(node) is not tuple or not node:
         return False
     states = [_is_optax_state(item) for item in node]

@@ -57,7 +57,7 @@ class Tables:
     always: Sequence[str] = ()
     codec: str | Mapping[str, str] = "raw"
 
-    def __post_init__(self) -> None:  # noqa: D105
+    def __post_init__(self) -> None:
         paths.check_select(self.select)
         if not isinstance(self.codec, (str, Mapping)):
             raise OptionError(f"codec: expected a name or a mapping, found {self.codec!r}")
@@ -162,7 +162,7 @@ def join(
       touched: what to put in place of the template's TouchStates; None puts fresh ones.
 
     Returns:
-      The state; without a template no TouchState is in it.
+      The state; without a template no TouchState is in it, and tuples are lists, named ones dicts.
 
     Raises:
       TemplateMismatch: the template asks for a leaf that the parts do not hold.
@@ -312,8 +312,9 @@ def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[T
     found = {i: TableFields(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
     explicit = _explicit_slots(tables, found, flat, names, usable)
     if tables.slots is None or tables.slots:
-        for slot in slots.find_slots(flat, chosen, optimizer):
-            if slot.table not in explicit and slot.leaf not in tracked:
+        searched = [i for i in chosen if i not in explicit]
+        for slot in slots.find_slots(flat, searched, optimizer):
+            if slot.leaf not in tracked:
                 always = slots.is_always(slot, tables.always)
                 found[slot.table].fields[blocks.slot_field(slot.name)] = (slot.leaf, always)
     _check_always(tables.always, found)

@@ -165,8 +165,12 @@ def test_always_slots_are_no_part_of_a_fingerprint():
     before = fingerprints(parts.fields, parts.layout)
     fields = {"params/emb": dict(parts.fields["params/emb"])}
     fields["params/emb"][always] = fields["params/emb"][always] + 1
-    assert changed_rows(before["params/emb"], fingerprints(fields, parts.layout)["params/emb"]
-                        ).tolist() == []
+    assert (
+        changed_rows(
+            before["params/emb"], fingerprints(fields, parts.layout)["params/emb"]
+        ).tolist()
+        == []
+    )
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(1e-2), optax.adagrad(0.1), optax.sgd(1.0)])

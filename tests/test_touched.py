@@ -211,7 +211,12 @@ def table_arrays(state, params) -> list[np.ndarray]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.inner)[0]:
         names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
         factored = {"v_row", "v_col"} & set(names)
-        if names[-1] == "emb" and "tower" not in names and not factored and leaf.shape[:1] == (ROWS,):
+        if (
+            names[-1] == "emb"
+            and "tower" not in names
+            and not factored
+            and leaf.shape[:1] == (ROWS,)
+        ):
             arrays.append(leaf)
     return [np.asarray(array).reshape(ROWS, -1) for array in arrays]
 
@@ -453,3 +458,27 @@ def test_nnx_mark_beside_the_model():
     step(rows, jnp.array([4, -1]))
     found = touched.find({"model": nnx.state(model), "touched": rows})
     assert found is not None and stamped(found) == [4]
+
+
+class MarkedState(TrainState):
+    touched: TouchState
+
+
+def test_linen_mark_as_a_field_of_the_train_state():
+    model = Linen()
+    variables = model.init(jax.random.key(0), jnp.array([0]))["params"]
+    state = MarkedState.create(
+        apply_fn=model.apply,
+        params=variables,
+        tx=optax.sgd(0.1),
+        touched=touched.init({"emb/embedding": variables["emb"]["embedding"]}),
+    )
+
+    @jax.jit
+    def step(state, ids):
+        grads = jax.grad(lambda params: state.apply_fn({"params": params}, ids))(state.params)
+        marked = touched.mark(state.touched, {"emb/embedding": ids})
+        return state.apply_gradients(grads=grads, touched=marked)
+
+    found = touched.find(step(state, jnp.array([2, 5])))
+    assert found is not None and stamped(found, "emb/embedding") == [2, 5]
