@@ -150,9 +150,9 @@ def _mirrors(
         pairs = _pairs(tree, node, flat, exact)
         if pairs:
             fits.append((where, pairs))
-    fits = _preferred(fits, prefix, tables)
     if fits:
-        yield prefix, fits[0][1]
+        for _, pairs in _preferred(fits, prefix, tables):
+            yield prefix, pairs
         return
     for step, child in node.items():
         if isinstance(child, dict):

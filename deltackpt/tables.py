@@ -8,6 +8,7 @@ splits at every save.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import weakref
@@ -323,7 +324,8 @@ def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[T
 
 
 def _check_names(chosen: list[str], names: list[str]) -> None:
-    clashes = sorted({name for name in chosen if names.count(name) > 1})
+    counts = collections.Counter(names)
+    clashes = {name for name in chosen if counts[name] > 1}
     if clashes:
         raise TableSelectionError(
             f"select: each of these paths names more than one leaf:\n{paths.listed(clashes)}\n"
