@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run did, for people on the terminal and for programs as lines of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from rich.console import Console
+
+from deltackpt import events
+
+
+class Journal:
+    """Prints progress, and appends one JSON object per line to a file if there is one.
+
+    A line is handed to the operating system at once, so it outlives a killed process. Losses are
+    written as hexadecimal floats: equal text means equal bits.
+    """
+
+    def __init__(self, console: Console, path: Path | None):
+        """Opens the file for appending."""
+        self._console = console
+        self._file: IO[str] | None = None if path is None else path.open("a")
+
+    def receive(self, event: events.Event) -> None:
+        """A save was committed or a step restored (``deltackpt.events.Sink``)."""
+        if isinstance(event, events.SaveEvent):
+            self.write("save", **dataclasses.asdict(event))
+            share = event.rows / event.total_rows
+            self._console.print(
+                f"  step {event.step} saved: [bold]{event.kind}[/], {event.rows:,} rows "
+                f"({share:.1%}), {size(event.bytes_written)}; blocked "
+                f"{event.blocked_secs * 1e3:.0f} ms, written in "
+                f"{(event.write_secs + event.digest_secs) * 1e3:.0f} ms"
+            )
+        else:
+            self.write("restore", **dataclasses.asdict(event))
+
+    def steps(self, first: int, losses: list[Any]) -> None:
+        """Losses of consecutive steps, from step ``first`` on."""
+        for i, loss in enumerate(losses):
+            self.write("step", step=first + i, loss=float(loss).hex())
+
+    def write(self, event: str, **figures: Any) -> None:
+        """Appends a line to the file."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, **figures}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read(path: Path, event: str) -> list[dict[str, Any]]:
+    """The lines of one kind of event; the last line may be cut off by a kill."""
+    found = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            entry = json.loads(line)
+            if entry["event"] == event:
+                found.append(entry)
+    return found
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 1.3 MB.
+
+    Example:
+      >>> size(512), size(1_300_000), size(2.5e9)
+      ('512 B', '1.3 MB', '2.5 GB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Area under the ROC curve; nan where only one class is present.
+
+    Args:
+      scores: (samples,), higher where a click is likelier.
+      labels: (samples,), 0 or 1.
+
+    Example:
+      >>> area_under_curve(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1]))
+      0.75
+    """
+    values, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    # Equal scores share the mean of their ranks.
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positives = int(labels.sum())
+    negatives = len(labels) - positives
+    if positives == 0 or negatives == 0 or len(values) == 0:
+        return float("nan")
+    above = ranks[labels == 1].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * negatives))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DLRM: bottom MLP, embedding tables, dot interaction, top MLP.
+
+Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
+Recommendation Systems", arXiv:1906.00091.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: Numeric features of a Criteo sample.
+NUMERIC = 13
+
+
+class Layer(TypedDict):
+    """One dense layer: ``kernel`` is (in, out), ``bias`` (out,)."""
+
+    kernel: jax.Array
+    bias: jax.Array
+
+
+class Dense(TypedDict):
+    """The dense part of the model."""
+
+    bottom: list[Layer]
+    top: list[Layer]
+
+
+def init_tables(key: jax.Array, rows: Mapping[str, int], width: int) -> dict[str, jax.Array]:
+    """Embedding tables, (rows, width) float32, uniform as in the paper's reference code."""
+    keys = jax.random.split(key, len(rows))
+    tables = {}
+    for table_key, (name, count) in zip(keys, rows.items(), strict=True):
+        bound = float(np.sqrt(1.0 / count))
+        tables[name] = jax.random.uniform(table_key, (count, width), minval=-bound, maxval=bound)
+    return tables
+
+
+def init_dense(
+    key: jax.Array, tables: int, width: int, bottom: Sequence[int], top: Sequence[int]
+) -> Dense:
+    """Both MLPs; the bottom one ends in a layer of the tables' width, the top one in a logit."""
+    bottom_key, top_key = jax.random.split(key)
+    vectors = tables + 1
+    interactions = vectors * (vectors - 1) // 2
+    return Dense(
+        bottom=_init_mlp(bottom_key, [NUMERIC, *bottom, width]),
+        top=_init_mlp(top_key, [interactions + width, *top, 1]),
+    )
+
+
+def logits(dense: Dense, numeric: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
+    """The click logits of a batch.
+
+    Args:
+      dense: both MLPs.
+      numeric: numeric features, (batch, NUMERIC) float32.
+      rows: the looked-up rows of each table, (batch, width) float32.
+
+    Returns:
+      Logits, (batch,) float32.
+    """
+    below = _mlp(dense["bottom"], numeric, last_is_linear=False)
+    vectors = jnp.stack([below, *rows], axis=1)
+    dots = jnp.einsum("bik,bjk->bij", vectors, vectors)
+    first, second = np.tril_indices(vectors.shape[1], k=-1)
+    joined = jnp.concatenate([below, dots[:, first, second]], axis=1)
+    return _mlp(dense["top"], joined, last_is_linear=True)[:, 0]
+
+
+def cross_entropy(logit: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean binary cross entropy of logits (batch,) against labels 0 or 1 (batch,)."""
+    return jnp.mean(jax.nn.softplus(logit) - logit * labels)
+
+
+def _init_mlp(key: jax.Array, sizes: Sequence[int]) -> list[Layer]:
+    layers = []
+    keys = jax.random.split(key, len(sizes) - 1)
+    for layer_key, before, after in zip(keys, sizes[:-1], sizes[1:], strict=True):
+        spread = float(np.sqrt(2.0 / (before + after)))
+        kernel = spread * jax.random.normal(layer_key, (before, after))
+        layers.append(Layer(kernel=kernel, bias=jnp.zeros(after)))
+    return layers
+
+
+def _mlp(layers: Sequence[Layer], inputs: jax.Array, *, last_is_linear: bool) -> jax.Array:
+    for number, layer in enumerate(layers):
+        inputs = inputs @ layer["kernel"] + layer["bias"]
+        if number < len(layers) - 1 or not last_is_linear:
+            inputs = jax.nn.relu(inputs)
+    return inputs
