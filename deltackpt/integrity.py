@@ -2,8 +2,12 @@
 """Digests of files, and verification of whole steps.
 
 Array chunks and manifests carry their own checksums; the digests cover what does not, Orbax's
-dense files above all (its data carries no checksum: a flipped bit restores silently), and say
-which files there must be.
+dense files above all (its data carries no checksum: a flipped bit restores silently), say which
+files there must be, and tie every chunk to its place.
+
+The CRC32C of bytes that end in their own CRC32C is a constant, whatever the bytes are: over whole
+chunk files it would say nothing. A digest therefore holds the CRC32C of all bytes but the last
+four, and the last four as they are.
 """
 
 from __future__ import annotations
@@ -13,27 +17,46 @@ import dataclasses
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from deltackpt import layout, manifest
 from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.manifest import Manifest
 from deltackpt.storage import arrays, files
 
 _MAGIC = "deltackpt.digests"
 _READ_BYTES = 4 << 20
+_TAIL_BYTES = 4
 _READERS = 2
+
+
+class Digest(NamedTuple):
+    """Digest of one file.
+
+    Attributes:
+      length: bytes of the file.
+      crc32c: CRC32C of all bytes but the last four.
+      tail: the last four bytes (fewer in a shorter file) as a little-endian number; of a chunk
+        this is the chunk's own CRC32C.
+    """
+
+    length: int
+    crc32c: int
+    tail: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Digests:
-    """Length and CRC32C of files, by their posix path below some directory."""
+    """Digests of files, by their posix path below some directory."""
 
-    files: dict[str, tuple[int, int]]
+    files: dict[str, tuple[int, int, int]]
 
 
 def digest_tree(directory: Path, *, skip: Collection[str] = ()) -> Digests:
-    """Digests of all files below a directory, read back from the page cache.
+    """Digests of all files below a directory, read back, mostly from the page cache.
 
     Args:
       directory: where to look.
@@ -51,21 +74,34 @@ def digest_tree(directory: Path, *, skip: Collection[str] = ()) -> Digests:
         return Digests(dict(zip(wanted, digests, strict=True)))
 
 
-def write_digests(path: Path, digests: Digests, *, fsync: bool) -> None:
-    """Writes digests to a file."""
-    files.write_atomic(path, manifest.to_bytes(digests, _MAGIC), fsync=fsync)
+def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
+    """Writes digests to a file; returns the CRC32C of its bytes."""
+    data = manifest.to_bytes(digests, _MAGIC)
+    files.write_atomic(path, data, fsync=fsync)
+    return google_crc32c.value(data)
 
 
-def read_digests(path: Path) -> Digests:
+def read_digests(path: Path, *, crc32c: int | None = None) -> Digests:
     """Reads digests.
 
+    Args:
+      path: the file.
+      crc32c: what the CRC32C of its bytes must be, where that is known.
+
     Raises:
-      Damaged: the file is missing or altered.
+      Damaged: the file is missing, altered, or that of another save.
     """
     name = files.object_name(path)
-    return manifest.from_bytes(
-        files.read_bytes(path, name), Digests, name=name, magic=_MAGIC
-    )
+    data = files.read_bytes(path, name)
+    if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
+        raise Damaged(name, f"crc32c {crc32c:08x} as in the manifest", f"crc32c {found:08x}")
+    return manifest.from_bytes(data, Digests, name=name, magic=_MAGIC)
+
+
+def read_item_digests(item_dir: Path, record: Manifest) -> Digests:
+    """Digests of a process's part, as its manifest promises them."""
+    path = item_dir / layout.digests_name(record.process)
+    return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
 def check(directory: Path, digests: Digests, *, below: str = "") -> list[Damaged]:
@@ -98,8 +134,7 @@ def verify_step(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> list[Dama
             data = files.read_bytes(item_dir / name)
             record = manifest.from_bytes(data, name=files.object_name(item_dir / name))
             promised |= set(record.digests)
-            digests = read_digests(item_dir / layout.digests_name(record.process))
-            damage += check(item_dir, digests)
+            damage += check(item_dir, read_item_digests(item_dir, record))
         except Damaged as error:
             damage.append(error)
         except RestoreError as error:
@@ -117,27 +152,35 @@ def check_step_files(step_dir: Path) -> list[Damaged]:
         return [error]
 
 
-def _digest(path: Path) -> tuple[int, int]:
-    length, crc = 0, 0
+def _digest(path: Path) -> Digest:
+    crc, tail = 0, b""
     buffer = np.empty(_READ_BYTES, np.uint8)
     with files.typed_errors(path, "read"), open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer.data):
+        length = os.fstat(file.fileno()).st_size
+        left = max(0, length - _TAIL_BYTES)
+        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)].data)):
             crc = arrays.crc32c(buffer[:count], crc)
-            length += count
-    return length, crc
+            left -= count
+        tail = file.read()
+    return Digest(length, crc, int.from_bytes(tail, "little"))
 
 
-def _problem(directory: Path, name: str, expected: tuple[int, int]) -> Damaged | None:
+def _problem(directory: Path, name: str, expected: tuple[int, int, int]) -> Damaged | None:
     path = directory / name
     shown = f"{directory.name}/{name}"
     try:
-        length, crc = _digest(path)
+        found = _digest(path)
     except StorageError as error:
         if path.exists():
             raise
         return Damaged(shown, "a file", f"no such file ({error.__cause__})")
-    if length != expected[0]:
-        return Damaged(shown, f"{expected[0]} bytes", f"{length} bytes")
-    if crc != expected[1]:
-        return Damaged(shown, f"crc32c {expected[1]:08x}", f"crc32c {crc:08x}")
+    wanted = Digest(*expected)
+    if found.length != wanted.length:
+        return Damaged(shown, f"{wanted.length} bytes", f"{found.length} bytes")
+    if found != wanted:
+        return Damaged(
+            shown,
+            f"crc32c {wanted.crc32c:08x}, tail {wanted.tail:08x}",
+            f"crc32c {found.crc32c:08x}, tail {found.tail:08x}",
+        )
     return None

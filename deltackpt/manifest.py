@@ -143,6 +143,8 @@ class Manifest:
     tracking_paths: tuple[KeyPath, ...] = ()
     #: Which digest files were promised: "item", and "step" under our own commit.
     digests: tuple[str, ...] = ("item",)
+    #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
+    item_digests_crc32c: int = 0
     writers: dict[str, str] = dataclasses.field(default_factory=dict)
     features: tuple[str, ...] = ()
 

@@ -233,7 +233,9 @@ class PendingSave:
     ) -> None:
         fsync = self._embeddings.options.fsync
         digests = integrity.digest_tree(item_dir)
-        integrity.write_digests(item_dir / layout.digests_name(process), digests, fsync=fsync)
+        digests_crc32c = integrity.write_digests(
+            item_dir / layout.digests_name(process), digests, fsync=fsync
+        )
         record = Manifest(
             kind=self.intent.kind,
             save_id=self.intent.save_id,
@@ -247,6 +249,7 @@ class PendingSave:
             dense=self._layout.dense,
             tracking_paths=self._layout.tracking_paths,
             digests=self._embeddings.options.digests,
+            item_digests_crc32c=digests_crc32c,
             writers=__about__.writer_versions(),
         )
         name = layout.manifest_name(process)

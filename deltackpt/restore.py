@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from deltackpt import blocks, chain, codecs, layout, manifest, merge
+from deltackpt import blocks, chain, codecs, integrity, layout, manifest, merge
 from deltackpt.blocks import RowBlock, Rows
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
@@ -58,6 +58,32 @@ class StoredSave:
     def item_dir(self) -> Path:
         """Directory of our item in the step."""
         return self.step_dir / self.item
+
+    @functools.cached_property
+    def checksums(self) -> dict[str, dict[str, int]]:
+        """Directory of each array below the item's to its chunks' paths and CRC32Cs."""
+        found: dict[str, dict[str, int]] = {}
+        for record in self.manifests:
+            digests = integrity.read_item_digests(self.item_dir, record)
+            for name, (_, _, tail) in digests.files.items():
+                array, _, chunk = name.partition("/c/")
+                found.setdefault(array, {})[f"c/{chunk}"] = tail
+        return found
+
+    def read_array(
+        self,
+        process: int,
+        segment: Segment,
+        entry: ArrayEntry,
+        start: int,
+        stop: int,
+        out: np.ndarray,
+    ) -> None:
+        """Reads rows of one stored array, every chunk verified to be the one written there."""
+        directory = layout.array_dir(self.item_dir, process, segment.name, entry.name)
+        name = directory.relative_to(self.item_dir).as_posix()
+        checksums = self.checksums.get(name, {})
+        arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
 
     @property
     def layout(self) -> Layout:
@@ -487,10 +513,7 @@ class _Piece:
 
     def _read(self, suffix: str, out: np.ndarray) -> None:
         entry = self.stored[suffix]
-        directory = layout.array_dir(
-            self.save.item_dir, self.process, self.segment.name, entry.name
-        )
-        arrays.read_array(directory, entry, self.start, self.stop, out)
+        self.save.read_array(self.process, self.segment, entry, self.start, self.stop, out)
 
 
 def _pieces(save: StoredSave, targets: Sequence[Target]) -> list[_Piece]:
@@ -561,9 +584,8 @@ def _merged(spans: Sequence[slice]) -> list[tuple[int, int]]:
 def _read_rows(save: StoredSave, record: Manifest, segment: Segment) -> np.ndarray:
     """The touched rows of a segment, checked against its group."""
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
-    directory = layout.array_dir(save.item_dir, record.process, segment.name, entry.name)
     out = np.empty(entry.shape, np.dtype(entry.dtype))
-    arrays.read_array(directory, entry, 0, entry.shape[0], out)
+    save.read_array(record.process, segment, entry, 0, entry.shape[0], out)
     name = f"{save.step_dir.name}/{save.item}/part.{record.process}/{segment.name}/{entry.name}"
     total = record.group_by_name[segment.group].rows
     return gaps.decode_gaps(out, total_rows=total, name=name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,13 @@ def write_array(
 
 
 def read_array(
-    directory: Path, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    directory: Path,
+    entry: ArrayEntry,
+    start: int,
+    stop: int,
+    out: np.ndarray,
+    *,
+    checksums: Mapping[str, int] | None = None,
 ) -> None:
     """Reads rows ``[start, stop)`` into ``out``, checksums verified.
 
@@ -95,9 +101,11 @@ def read_array(
       start: first row.
       stop: last row + 1.
       out: (stop - start, *trailing) array of the stored dtype, contiguous.
+      checksums: chunk path below ``directory`` to the CRC32C that the chunk must end in: an
+        intact chunk of another array, or of another save, is none of ours.
 
     Raises:
-      Damaged: a chunk is missing, truncated or altered; it is named.
+      Damaged: a chunk is missing, truncated, altered or another one; it is named.
       StorageError: the store cannot be read.
     """
     while start < stop:
@@ -107,6 +115,8 @@ def read_array(
         piece, out = out[: end - start], out[end - start :]
         whole = start == first and end == min(first + entry.chunk_rows, entry.shape[0])
         path = chunk_path(directory, entry, chunk)
+        if checksums is not None:
+            _check_place(path, checksums.get(path.relative_to(directory).as_posix()))
         if whole and not entry.zstd and piece.flags.c_contiguous:
             _read_chunk(path, piece, padding_rows=first + entry.chunk_rows - end)
         else:
@@ -117,6 +127,25 @@ def read_array(
 def chunk_path(directory: Path, entry: ArrayEntry, chunk: int) -> Path:
     """File of one chunk."""
     return directory.joinpath("c", str(chunk), *("0" for _ in entry.shape[1:]))
+
+
+def _check_place(path: Path, expected: int | None) -> None:
+    """Checks that a chunk is the one that was written there."""
+    name = files.object_name(path, 7)
+    if expected is None:
+        raise Damaged(name, "a chunk that the digests name", "a chunk that they do not")
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(-_CRC_BYTES, os.SEEK_END)
+            found = int.from_bytes(file.read(_CRC_BYTES), "little")
+    except FileNotFoundError as error:
+        raise Damaged(name, "a chunk", "no such file") from error
+    except OSError as error:
+        raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
+    if found != expected:
+        raise Damaged(
+            name, f"the chunk with crc32c {expected:08x}", f"the chunk with crc32c {found:08x}"
+        )
 
 
 def _read_chunk(path: Path, out: np.ndarray, *, padding_rows: int) -> None:
