@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages: their Python runs, their links lead somewhere, every error has its row."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from deltackpt import errors
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+BLOCK = re.compile(r"(?<!<!-- fragment -->\n)^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
+def test_python_on_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": name(page)}
+    for block in BLOCK.finditer(page.read_text()):
+        line = page.read_text()[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_between_pages_lead_to_a_file(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    broken = [
+        target
+        for target in LINK.findall(prose)
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_error_has_a_row_in_troubleshooting():
+    page = (REPOSITORY / "docs" / "guide" / "troubleshooting.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, re.MULTILINE))
+    classes = {
+        value.code: value.__name__
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, errors.DeltackptError)
+    }
+    assert rows == classes
