@@ -133,7 +133,5 @@ def _newest_intact(by_dir: Mapping[str, SaveInfo], target: SaveInfo) -> str:
             return False
         return intact(by_dir[save.parent.step_dir], length + 1)
 
-    steps = [
-        save.save_id.step for save in by_dir.values() if save is not target and intact(save)
-    ]
+    steps = [save.save_id.step for save in by_dir.values() if save is not target and intact(save)]
     return str(max(steps)) if steps else "none of those read"

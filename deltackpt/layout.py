@@ -15,6 +15,7 @@ Inside an Orbax step directory::
 from __future__ import annotations
 
 import re
+import urllib.parse
 from pathlib import Path
 
 EMBEDDINGS_ITEM = "embeddings"
@@ -47,8 +48,8 @@ def digests_name(process: int) -> str:
 
 
 def array_dir(item_dir: Path, process: int, segment: str, array: str) -> Path:
-    """Directory of one Zarr array of a part."""
-    return item_dir / f"part.{process}" / segment / array
+    """Directory of one Zarr array of a part; the name is percent-encoded, it may hold slashes."""
+    return item_dir / f"part.{process}" / segment / urllib.parse.quote(array, safe="")
 
 
 def lease_name(epoch: int) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 

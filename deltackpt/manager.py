@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -113,8 +112,7 @@ class ManagerOptions:
         ):
             if getattr(self, name) not in known:
                 raise OptionError(
-                    f"ManagerOptions.{name}: expected one of {known}, found "
-                    f"{getattr(self, name)!r}"
+                    f"ManagerOptions.{name}: expected one of {known}, found {getattr(self, name)!r}"
                 )
         if isinstance(self.retention, int) and self.retention < 1:
             raise OptionError(
@@ -489,9 +487,7 @@ class CheckpointManager:
         blocked_secs = time.perf_counter() - started
         self._in_flight = _InFlight(step, pending, blocked_secs, started)
         intent = pending.intent
-        return Saved(
-            step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs
-        )
+        return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
 
     def _wait_released(self, pending: PendingSave, step: int) -> None:
         if not pending.released.wait(self.options.timeouts.save_secs):
@@ -648,10 +644,10 @@ class CheckpointManager:
         if expected is None:
             return tables.join(None, merged.layout, merged.fields, leaves, None), None
         placed = restore.place(merged.fields, expected.fields)
-        names = {table.name: table.name for table in expected.layout.tables}
         if expected.touched is not None:
-            names = tables.match_touched(expected.touched, expected.layout)
-        fresh = touched.init({names[name]: fields[VALUES] for name, fields in placed.items()})
+            fresh = touched.fresh(expected.touched)
+        else:
+            fresh = touched.init({name: fields[VALUES] for name, fields in placed.items()})
         return tables.join(template, expected.layout, placed, leaves, fresh), fresh
 
     def _restore_dense(

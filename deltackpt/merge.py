@@ -56,9 +56,7 @@ def apply(block: RowBlock, targets: Iterable[Target]) -> int:
     return written
 
 
-def apply_encoded(
-    block: EncodedBlock, group: GroupEntry, targets: Sequence[Target]
-) -> int:
+def apply_encoded(block: EncodedBlock, group: GroupEntry, targets: Sequence[Target]) -> int:
     """Decodes and writes a block in cache-sized pieces; see ``apply``."""
     written = 0
     for start in range(0, len(block.rows), _PIECE_ROWS):

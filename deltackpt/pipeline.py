@@ -171,9 +171,7 @@ class PendingSave:
             entries, writes = self._plan_segment(number, source, groups[source.group])
             for entry, pieces in writes:
                 directory = layout.array_dir(item_dir, process, name, entry.name)
-                jobs.append(
-                    functools.partial(_write_job, directory, entry, pieces, fsync=fsync)
-                )
+                jobs.append(functools.partial(_write_job, directory, entry, pieces, fsync=fsync))
             stored.append(
                 Segment(
                     name=name,
@@ -203,9 +201,7 @@ class PendingSave:
         for field in source.fields:
             codec = codecs.get(specs[field].codec)
             trailing = source.fields[field].trailing
-            for suffix, (tail, dtype) in codec.stored(
-                trailing, source.fields[field].dtype
-            ).items():
+            for suffix, (tail, dtype) in codec.stored(trailing, source.fields[field].dtype).items():
                 name = f"{field}.{suffix}" if suffix else field
                 entry = arrays.array_entry(name, (len(source.rows), *tail), np.dtype(dtype))
                 pieces = functools.partial(self._pieces, number, field, specs[field], suffix)
@@ -304,17 +300,13 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     except BaseException:
         lineage.failed(intent.save_id)
         raise
-    return PendingSave(
-        embeddings, intent, segments, copied, staging, time.perf_counter() - started
-    )
+    return PendingSave(embeddings, intent, segments, copied, staging, time.perf_counter() - started)
 
 
 def base_bytes(groups: Sequence[GroupEntry]) -> int:
     """Bytes that all rows of all fields take unencoded."""
     return sum(
-        group.rows
-        * int(np.prod(spec.trailing, dtype=np.int64))
-        * _itemsize(spec.dtype)
+        group.rows * int(np.prod(spec.trailing, dtype=np.int64)) * _itemsize(spec.dtype)
         for group in groups
         for spec in group.fields
     )
@@ -333,9 +325,7 @@ def _rows_of(
     parts: dict[str, list[np.ndarray]] = {g.name: [] for g in embeddings.split.layout.groups}
     for table in sorted(embeddings.split.layout.tables, key=lambda table: table.offset):
         stamps = embeddings.touched.stamps[names[table.name]]
-        parts[table.group].append(
-            extract.touched_rows(stamps, intent.since_clock, table.offset)
-        )
+        parts[table.group].append(extract.touched_rows(stamps, intent.since_clock, table.offset))
     return {name: np.concatenate(rows) for name, rows in parts.items()}
 
 

@@ -66,7 +66,7 @@ class StoredSave:
         for record in self.manifests:
             digests = integrity.read_item_digests(self.item_dir, record)
             for name, (_, _, tail) in digests.files.items():
-                array, _, chunk = name.partition("/c/")
+                array, _, chunk = name.rpartition("/c/")
                 found.setdefault(array, {})[f"c/{chunk}"] = tail
         return found
 
@@ -209,9 +209,7 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
             f"{step_dir.name}/{item}/{layout.manifest_name(0)}", "a manifest", "no such file"
         )
     records = [
-        manifest.from_bytes(
-            files.read_bytes(path), name=f"{step_dir.name}/{item}/{path.name}"
-        )
+        manifest.from_bytes(files.read_bytes(path), name=f"{step_dir.name}/{item}/{path.name}")
         for _, path in sorted(paths.items())
     ]
     chain.check_parts(records)
@@ -251,9 +249,7 @@ def read_chain(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> tuple[Stor
     except StepNotFound:
         pass  # restore_chain names what is missing.
     try:
-        infos = chain.restore_chain(
-            target.info, {name: save.info for name, save in saves.items()}
-        )
+        infos = chain.restore_chain(target.info, {name: save.info for name, save in saves.items()})
     except BrokenChain as error:
         _raise_if_removed((target,), error)
         raise
@@ -408,9 +404,7 @@ def _buffers(
         start, stop = rows[table.name]
         fields[table.name] = {}
         for spec in groups[table.group].fields:
-            buffer = files.empty_buffer(
-                (stop - start, *spec.trailing), codecs.dtype_of(spec.dtype)
-            )
+            buffer = files.empty_buffer((stop - start, *spec.trailing), codecs.dtype_of(spec.dtype))
             fields[table.name][spec.name] = buffer
             targets.append(
                 Target(
@@ -461,9 +455,7 @@ class _Piece:
         suffixes = codecs.get(self.spec.codec).stored(
             self.spec.trailing, codecs.dtype_of(self.spec.dtype)
         )
-        return {
-            suffix: entries[f"{field}.{suffix}" if suffix else field] for suffix in suffixes
-        }
+        return {suffix: entries[f"{field}.{suffix}" if suffix else field] for suffix in suffixes}
 
     @property
     def nbytes(self) -> int:
@@ -502,9 +494,7 @@ class _Piece:
             found[suffix] = np.empty(shape, np.dtype(entry.dtype))
             self._read(suffix, found[suffix])
         trailing = self.stored[""].shape[1:] if codec.name == "raw" else self.spec.trailing
-        values = np.empty(
-            (self.stop - self.start, *trailing), codecs.dtype_of(self.spec.dtype)
-        )
+        values = np.empty((self.stop - self.start, *trailing), codecs.dtype_of(self.spec.dtype))
         codec.decode(found, values)
         block = RowBlock(
             self.segment.group, self.rows, self.segment.columns, {self.spec.name: values}
@@ -524,9 +514,7 @@ def _pieces(save: StoredSave, targets: Sequence[Target]) -> list[_Piece]:
         for segment in record.segments:
             specs = {spec.name: spec for spec in groups[segment.group].fields}
             for field in segment.fields:
-                chosen = tuple(
-                    t for t in targets if (t.group, t.field) == (segment.group, field)
-                )
+                chosen = tuple(t for t in targets if (t.group, t.field) == (segment.group, field))
                 if chosen:
                     found += _segment_pieces(save, record, segment, specs[field], chosen)
     return found
@@ -614,5 +602,3 @@ def _check_complete(base: StoredSave) -> None:
 
 def _entry_bytes(entry: ArrayEntry) -> int:
     return int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(entry.dtype).itemsize
-
-

@@ -274,9 +274,7 @@ def _take_lease(path: Path) -> Lease:
 def _read_lease(path: Path, epoch: int) -> str:
     file = path / layout.lease_name(epoch)
     try:
-        lease = manifest.from_bytes(
-            files.read_bytes(file), Lease, name=file.name, magic=_MAGIC
-        )
+        lease = manifest.from_bytes(files.read_bytes(file), Lease, name=file.name, magic=_MAGIC)
     except Damaged as error:
         return f"an unknown trainer ({error})"
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))

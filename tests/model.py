@@ -25,9 +25,7 @@ def initial(seed: int = 0) -> dict:
             name: jnp.asarray(rng.normal(size=(rows, WIDTH[name])), jnp.float32)
             for name, rows in ROWS.items()
         },
-        "slots": {
-            name: jnp.asarray(rng.random(rows), jnp.float32) for name, rows in ROWS.items()
-        },
+        "slots": {name: jnp.asarray(rng.random(rows), jnp.float32) for name, rows in ROWS.items()},
         "dense": {"kernel": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32), "none": None},
         "key": jax.random.key(seed),
         "step": jnp.int32(0),

@@ -75,16 +75,12 @@ class ManagerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.step += 1
             self.seed += 1
-            self.state, self.touched = model.train(
-                self.state, self.touched, self.seed, rows=rows
-            )
+            self.state, self.touched = model.train(self.state, self.touched, self.seed, rows=rows)
 
     @rule(force_base=st.booleans())
     def save(self, force_base):
         self.step += 1
-        self.manager.save(
-            self.step, self.state, touched=self.touched, force_base=force_base
-        )
+        self.manager.save(self.step, self.state, touched=self.touched, force_base=force_base)
         self.saved[self.step] = self.state
 
     @rule()

@@ -53,9 +53,7 @@ class DeltaHandler(AsyncCheckpointHandler):
         for future in asyncio.run(self.async_save(directory, args)):
             future.result()
 
-    def restore(
-        self, directory: epath.Path, args: DeltaRestore | None = None
-    ) -> RestoredTables:
+    def restore(self, directory: epath.Path, args: DeltaRestore | None = None) -> RestoredTables:
         """Reads the chain of a step and merges it."""
         return restore.load_item(Path(directory), args.item if args is not None else None)
 

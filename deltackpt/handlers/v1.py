@@ -52,9 +52,7 @@ class DeltaCheckpointableHandler:
         item_dir = Path(directory)
 
         async def read() -> RestoredTables:
-            return await asyncio.to_thread(
-                restore.load_item, item_dir, abstract_checkpointable
-            )
+            return await asyncio.to_thread(restore.load_item, item_dir, abstract_checkpointable)
 
         return read()
 

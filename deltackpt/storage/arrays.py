@@ -194,9 +194,7 @@ def _read_through_tensorstore(
     spec = _spec(directory, entry, fsync=False)
     try:
         # The manifest is the truth: zarr.json is not read.
-        store = ts.open(
-            spec, open=True, assume_metadata=True, context=_context(False)
-        ).result()
+        store = ts.open(spec, open=True, assume_metadata=True, context=_context(False)).result()
         ts.array(out).write(store[start:stop]).result()
     except (ValueError, OSError) as error:
         name = files.object_name(path, 7)
@@ -225,8 +223,13 @@ def _chunks(entry: ArrayEntry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndar
 def _store_error(directory: Path, error: ValueError) -> Exception:
     """TensorStore reports what the operating system refused as a ValueError with its words."""
     text = str(error)
-    for words, number in (("No space left", 28), ("Disk quota", 122), ("Read-only", 30),
-                          ("Permission denied", 13), ("Input/output error", 5)):
+    for words, number in (
+        ("No space left", 28),
+        ("Disk quota", 122),
+        ("Read-only", 30),
+        ("Permission denied", 13),
+        ("Input/output error", 5),
+    ):
         if words in text:
             return OSError(number, os.strerror(number), str(directory))
     return error
