@@ -14,7 +14,7 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14
 fi
 
 # Debian's python3 comes without ensurepip, which `python3 -m venv` needs.
-if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+if ! "$python" -c 'import venv, ensurepip; ensurepip.version()' 2>/dev/null; then
     package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         echo "$python has no ensurepip: installing the system package $package"
