@@ -15,6 +15,7 @@ overlaps the next steps, which may donate the tables because the gather came fir
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from deltackpt.errors import TableSelectionError
 from deltackpt.manifest import FieldSpec, GroupEntry
 from deltackpt.staging import Staging
 from deltackpt.tables import Layout
+
+_SMALLEST_BUCKET = 1024
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,6 +73,25 @@ class FieldSource:
                 # mode="clip" lets numpy write straight into `out`; the rows are in range.
                 np.take(shard.host(), chosen - shard.start, axis=0, out=out[part], mode="clip")
 
+    def dispatch(self, rows: Rows) -> list[tuple[jax.Array, int]]:
+        """Gathers ``rows`` on the devices and starts their copy to the host.
+
+        Returns:
+          The pieces in row order, each padded to a bucketed length, and its number of rows.
+        """
+        found = []
+        for shard in self.shards:
+            part = blocks.row_slice(rows, shard.start, shard.stop)
+            count = part.stop - part.start
+            if count == 0 and (found or shard is not self.shards[-1]):
+                continue
+            local = np.zeros(bucket(count), np.int32)
+            local[:count] = np.asarray(rows[part]) - shard.start
+            piece = _take(shard.data, local)
+            piece.copy_to_host_async()
+            found.append((piece, count))
+        return found
+
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[np.ndarray]:
         """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
 
@@ -99,6 +121,11 @@ class SegmentSource:
     fields: dict[str, FieldSource]
 
     @property
+    def on_host(self) -> bool:
+        """Whether all fields are in host memory already."""
+        return all(on_host(s.data) for field in self.fields.values() for s in field.shards)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields."""
         return sum(
@@ -124,6 +151,37 @@ class SegmentSource:
         for name, source in self.fields.items():
             out = staging.take((len(self.rows), *source.trailing), source.dtype)
             source.gather(self.rows, out)
+            fields[name] = out
+        return RowBlock(self.group, self.rows, self.columns, fields)
+
+    def dispatched(self) -> Dispatched:
+        """The rows on their way from the devices: independent of the training state."""
+        fields = {name: source.dispatch(self.rows) for name, source in self.fields.items()}
+        return Dispatched(self.group, self.columns, self.rows, fields)
+
+
+@dataclasses.dataclass(eq=False)
+class Dispatched:
+    """Rows that the devices gather and send to the host; see ``SegmentSource.dispatched``.
+
+    ``fields`` maps a field to the pieces of its rows in order: (padded device array, its rows).
+    """
+
+    group: str
+    columns: tuple[int, int]
+    rows: Rows
+    fields: dict[str, list[tuple[jax.Array, int]]]
+
+    def landed(self, staging: Staging) -> RowBlock:
+        """Waits for the transfers and puts the rows into staging memory."""
+        fields = {}
+        for name, pieces in self.fields.items():
+            first = pieces[0][0]
+            out = staging.take((len(self.rows), *first.shape[1:]), np.dtype(first.dtype))
+            start = 0
+            for piece, count in pieces:
+                out[start : start + count] = np.asarray(piece)[:count]
+                start += count
             fields[name] = out
         return RowBlock(self.group, self.rows, self.columns, fields)
 
@@ -176,7 +234,41 @@ def _shards(leaf: Any, width: int) -> Iterator[tuple[int, int, tuple[int, int], 
 
 def touched_rows(stamps: jax.Array | np.ndarray, since_clock: int, offset: int) -> np.ndarray:
     """Virtual indices, int64 ascending, of the rows stamped after ``since_clock``."""
-    return np.flatnonzero(np.asarray(stamps) > since_clock) + np.int64(offset)
+    if on_host(stamps):
+        return np.flatnonzero(np.asarray(stamps) > since_clock) + np.int64(offset)
+    found = []
+    for start, _, _, shard in sorted(_shards(stamps, 1), key=lambda piece: piece[0]):
+        count = int(_count_touched(shard, since_clock))
+        rows = _touched(shard, since_clock, size=bucket(count))
+        found.append(np.asarray(rows)[:count].astype(np.int64) + start + offset)
+    return np.concatenate(found)
+
+
+def on_host(array: Any) -> bool:
+    """Whether an array's memory is the host's: numpy, or a jax.Array of the CPU backend."""
+    if not isinstance(array, jax.Array):
+        return True
+    return all(device.platform == "cpu" for device in array.devices())
+
+
+def bucket(count: int) -> int:
+    """The static size of a gather of ``count`` rows: few sizes, so that few are compiled."""
+    return max(_SMALLEST_BUCKET, 1 << max(0, count - 1).bit_length())
+
+
+@jax.jit
+def _count_touched(stamps: jax.Array, since_clock: int) -> jax.Array:
+    return jnp.sum(stamps > since_clock, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _touched(stamps: jax.Array, since_clock: int, *, size: int) -> jax.Array:
+    return jnp.nonzero(stamps > since_clock, size=size)[0].astype(jnp.int32)
+
+
+@jax.jit
+def _take(data: jax.Array, rows: np.ndarray) -> jax.Array:
+    return data.at[rows].get(mode="clip")
 
 
 def segment_sources(
@@ -256,7 +348,7 @@ def hold(segments: Sequence[SegmentSource]) -> None:
         for source in segment.fields.values():
             for shard in source.shards:
                 if isinstance(shard.data, jax.Array):
-                    if next(iter(shard.data.devices())).platform == "cpu":
+                    if on_host(shard.data):
                         shard.data = np.asarray(shard.data)
                     else:
                         [shard.data] = _device_copy([shard.data])

@@ -156,9 +156,15 @@ class Manifest:
 
 def to_bytes(record: Any, magic: str = "deltackpt.manifest") -> bytes:
     """Encodes a record of this module (or a dataclass like them) with its checksum."""
-    body = msgpack.packb(dataclasses.asdict(record), use_bin_type=True)
+    body = _packed(dataclasses.asdict(record))
     head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
-    return msgpack.packb(head | {"body": body}, use_bin_type=True)
+    return _packed(head | {"body": body})
+
+
+def _packed(value: dict[str, Any]) -> bytes:
+    data = msgpack.packb(value, use_bin_type=True)
+    assert data is not None
+    return data
 
 
 def from_bytes(
@@ -205,7 +211,8 @@ def _build(kind: Any, value: Any) -> Any:
     """Turns plain msgpack values back into the records that ``kind`` describes."""
     if dataclasses.is_dataclass(kind):
         hints = _hints(kind)
-        return kind(**{k: _build(hints[k], v) for k, v in value.items() if k in hints})
+        make: Any = kind
+        return make(**{k: _build(hints[k], v) for k, v in value.items() if k in hints})
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None:

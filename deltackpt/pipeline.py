@@ -22,7 +22,7 @@ import numpy as np
 from deltackpt import __about__, blocks, codecs, extract, integrity, layout, manifest
 from deltackpt.blocks import RowBlock
 from deltackpt.errors import OutOfSpace
-from deltackpt.extract import SegmentSource
+from deltackpt.extract import Dispatched, SegmentSource
 from deltackpt.lineage import Intent, Lineage
 from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
 from deltackpt.staging import Staging
@@ -98,7 +98,7 @@ class PendingSave:
         embeddings: Embeddings,
         intent: Intent,
         segments: Sequence[SegmentSource],
-        copied: Sequence[RowBlock] | None,
+        copied: Sequence[RowBlock | Dispatched] | None,
         staging: Staging,
         extract_secs: float,
     ):
@@ -111,7 +111,7 @@ class PendingSave:
         self.report: SaveReport | None = None
         self._embeddings = embeddings
         self._segments = list(segments)
-        self._copied = copied
+        self._copied = None if copied is None else list(copied)
         self._staging = staging
         self._extract_secs = extract_secs
         self._layout = embeddings.split.layout
@@ -133,6 +133,7 @@ class PendingSave:
         self.proceed.wait(_PROCEED_SECS)
         started = time.perf_counter()
         try:
+            self._land()
             stored = self._write_segments(item_dir, process)
             written = time.perf_counter()
             self._finish(item_dir, stored, process, process_count)
@@ -213,7 +214,9 @@ class PendingSave:
     ) -> Iterator[np.ndarray]:
         codec = codecs.get(spec.codec)
         if self._copied is not None:
-            values: Iterator[np.ndarray] = iter([self._copied[number].fields[field]])
+            block = self._copied[number]
+            assert isinstance(block, RowBlock)
+            values: Iterator[np.ndarray] = iter([block.fields[field]])
         else:
             source, rows = self._segments[number].fields[field], self._segments[number].rows
             row_bytes = int(np.prod(source.trailing, dtype=np.int64)) * source.dtype.itemsize
@@ -251,11 +254,19 @@ class PendingSave:
         name = layout.manifest_name(process)
         files.write_atomic(item_dir / name, manifest.to_bytes(record), fsync=fsync)
 
+    def _land(self) -> None:
+        """Waits for rows that are on their way from the devices."""
+        for number, block in enumerate(self._copied or ()):
+            if isinstance(block, Dispatched):
+                assert self._copied is not None
+                self._copied[number] = block.landed(self._staging)
+
     def _release(self) -> None:
         if self._copied is not None:
             for block in self._copied:
-                for buffer in block.fields.values():
-                    self._staging.give_back(buffer)
+                if isinstance(block, RowBlock):
+                    for buffer in block.fields.values():
+                        self._staging.give_back(buffer)
             self._copied = []
         self._segments = [segment.detached() for segment in self._segments]
         self.released.set()
@@ -294,7 +305,10 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         _require_room(step_dir.parent, nbytes, step)
         copied = None
         if not whole and staging.fits(nbytes):
-            copied = [segment.copied(staging) for segment in segments]
+            copied = [
+                segment.copied(staging) if segment.on_host else segment.dispatched()
+                for segment in segments
+            ]
         else:
             extract.hold(segments)
     except BaseException:

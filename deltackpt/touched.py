@@ -99,7 +99,8 @@ def mark(state: TouchState, ids: Mapping[str, Any]) -> TouchState:
 
     Args:
       state: the TouchState; its stamps keep their sharding under Auto and Explicit meshes.
-      ids: table name to row indices of any shape and integer dtype.
+      ids: table name, or the end of exactly one table's path (``"words"`` for
+        ``"tables/words"``), to row indices of any shape and integer dtype.
 
     Returns:
       The state after the mark.
@@ -110,10 +111,22 @@ def mark(state: TouchState, ids: Mapping[str, Any]) -> TouchState:
     clock = jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
     stamps = dict(state.stamps)
     for name, rows in ids.items():
-        if name not in stamps:
-            raise TrackingError(f"mark: no table {name!r}; the tables are\n{paths.listed(stamps)}")
-        stamps[name] = _stamp(name, stamps[name], clock, rows)
+        key = _stamps_key("mark", name, stamps)
+        stamps[key] = _stamp(name, stamps[key], clock, rows)
     return TouchState(clock, stamps)
+
+
+def _stamps_key(action: str, name: str, stamps: Mapping[str, jax.Array]) -> str:
+    """The key of the stamps that a name means: itself, or the one path that ends with it."""
+    if name in stamps:
+        return name
+    ends = [key for key in stamps if key.endswith(f"/{name}")]
+    if len(ends) == 1:
+        return ends[0]
+    problem = "several tables" if ends else "no table"
+    raise TrackingError(
+        f"{action}: {problem} {name!r}; the tables are\n{paths.listed(ends or stamps)}"
+    )
 
 
 def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
@@ -127,11 +140,8 @@ def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
     clock = jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
     stamps = dict(state.stamps)
     for name, mask in rows.items():
-        if name not in stamps:
-            raise TrackingError(
-                f"mark_rows: no table {name!r}; the tables are\n{paths.listed(stamps)}"
-            )
-        stamps[name] = jnp.where(mask, clock, stamps[name])
+        key = _stamps_key("mark_rows", name, stamps)
+        stamps[key] = jnp.where(mask, clock, stamps[key])
     return TouchState(clock, stamps)
 
 

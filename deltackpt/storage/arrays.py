@@ -162,7 +162,7 @@ def _read_chunk(path: Path, out: np.ndarray, *, padding_rows: int) -> None:
                 raise Damaged(name, f"{expected_bytes} bytes", f"{size} bytes")
             done = 0
             for part in (data, padding, tail):
-                view = memoryview(part)
+                view = part.data
                 while len(view):
                     count = os.preadv(file.fileno(), [view], done)
                     if count == 0:

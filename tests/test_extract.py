@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extraction: the accelerator's path gives the rows that numpy gives."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import deltackpt
+from deltackpt import extract
+from deltackpt.staging import Staging
+
+P = jax.sharding.PartitionSpec
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 200).map(lambda n: 8 * n),
+    since=st.integers(0, 4),
+    seed=st.integers(0, 99),
+)
+def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed):
+    stamps = np.random.default_rng(seed).integers(0, 5, rows).astype(np.int32)
+    mesh = jax.make_mesh((8,), ("x",))
+    sharded = jax.device_put(stamps, jax.sharding.NamedSharding(mesh, P("x")))
+    expected = extract.touched_rows(stamps, since, 7)
+    with mock.patch.object(extract, "on_host", lambda array: False):
+        found = extract.touched_rows(sharded, since, 7)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(), P(None, "x")])
+def test_a_save_through_device_gathers_restores_exactly(spec, tmp_path):
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    handlers = {"embeddings": deltackpt.Tables(select="table")}
+    state = {"table": jax.device_put(np.random.default_rng(0).random((4096, 16)), sharding)}
+    touched = deltackpt.touched.init(state)
+    with (
+        mock.patch.object(extract, "on_host", lambda array: False),
+        deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager,
+    ):
+        manager.save(0, state, touched=touched)
+        ids = jnp.array([0, 5, 511, 512, 4095])
+        rows = state["table"].at[ids].get(out_sharding=jax.sharding.NamedSharding(mesh, P())) + 1
+        state = {"table": state["table"].at[ids].set(rows, out_sharding=sharding)}
+        touched = deltackpt.touched.mark(touched, {"table": ids})
+        assert manager.save(1, state, touched=touched).kind == "delta"
+        [_, report] = manager.wait()
+        assert report.rows == 5
+        found = manager.restore(1, state).state
+    model.assert_same(found, state)
+
+
+def test_a_gather_of_no_rows_is_empty():
+    source = extract.FieldSource(
+        (0, 4), (4,), np.dtype(np.float32), [extract.FieldShard(0, 8, jnp.ones((8, 4)))]
+    )
+    segment = extract.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
+    block = segment.dispatched().landed(Staging(1 << 20))
+    assert block.fields["values"].shape == (0, 4)
