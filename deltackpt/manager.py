@@ -688,6 +688,7 @@ class CheckpointManager:
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 read_only=options.read_only,
+                save_interval_steps=0 if options.read_only else 1,
                 preservation_policy=retention.KeepChain(
                     inner, self._lineage.protected, self._root.saves
                 ),

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden checkpoints of every format version are read by this one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from golden import make_golden
+
+import deltackpt
+from deltackpt import integrity, manifest
+
+VERSIONS = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
+
+
+def expected_at(step: int) -> dict:
+    """The golden state as it restores: what was saved as bf16 comes back rounded."""
+    state = make_golden.state_at(step)
+    coarse = np.asarray(state["tables"]["coarse"])
+    state["tables"]["coarse"] = coarse.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return state
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", make_golden.STEPS)
+@pytest.mark.parametrize("template", [True, False])
+def test_golden_checkpoint_restores_exactly(version, step, template, tmp_path):
+    root = tmp_path / "golden"
+    shutil.copytree(version, root)
+    options = deltackpt.ManagerOptions(read_only=True)
+    state = make_golden.state_at(step)
+    with deltackpt.CheckpointManager(
+        root, handlers=make_golden.HANDLERS, options=options
+    ) as manager:
+        result = manager.restore(step, state if template else None)
+    assert result.chain == make_golden.STEPS[: make_golden.STEPS.index(step) + 1]
+    found, expected = jax.tree.leaves(result.state), jax.tree.leaves(expected_at(step))
+    assert len(found) == len(expected)
+    for left, right in zip(found, expected, strict=True):
+        assert np.asarray(left).dtype == np.asarray(right).dtype
+        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", make_golden.STEPS)
+def test_golden_checkpoint_verifies(version, step):
+    assert integrity.verify_step(version / str(step)) == []
+
+
+def test_the_current_format_has_golden_checkpoints():
+    assert f"v{manifest.FORMAT_VERSION}" in [path.name for path in VERSIONS]
