@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import importlib.metadata
 import inspect
 import os
 import re
@@ -142,6 +143,27 @@ def test_no_path_of_one_machine_is_in_the_tree():
         if own.search(line) or str(REPOSITORY) in line
     ]
     assert found == []
+
+
+def test_every_library_that_the_package_imports_is_declared():
+    declared = {
+        re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
+        for requirement in importlib.metadata.requires("deltackpt") or ()
+    }
+    imported = set()
+    for path in (REPOSITORY / "deltackpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    providers = importlib.metadata.packages_distributions()
+    undeclared = [
+        name
+        for name in sorted(imported - sys.stdlib_module_names - {"deltackpt"})
+        if not declared & {found.lower().replace("_", "-") for found in providers[name]}
+    ]
+    assert undeclared == []
 
 
 def test_error_codes_are_unique_and_errors_share_one_base():
