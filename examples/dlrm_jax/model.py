@@ -8,7 +8,6 @@ Recommendation Systems", arXiv:1906.00091.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,10 @@ import numpy as np
 NUMERIC = 13
 
 
-class Layer(TypedDict):
-    """One dense layer: ``kernel`` is (in, out), ``bias`` (out,)."""
-
-    kernel: jax.Array
-    bias: jax.Array
-
-
-class Dense(TypedDict):
-    """The dense part of the model."""
-
-    bottom: list[Layer]
-    top: list[Layer]
+#: One dense layer: ``kernel`` is (in, out), ``bias`` (out,).
+Layer = dict[str, jax.Array]
+#: The MLPs ``bottom`` and ``top``.
+Dense = dict[str, list[Layer]]
 
 
 def init_tables(key: jax.Array, rows: Mapping[str, int], width: int) -> dict[str, jax.Array]:
@@ -49,10 +40,10 @@ def init_dense(
     bottom_key, top_key = jax.random.split(key)
     vectors = tables + 1
     interactions = vectors * (vectors - 1) // 2
-    return Dense(
-        bottom=_init_mlp(bottom_key, [NUMERIC, *bottom, width]),
-        top=_init_mlp(top_key, [interactions + width, *top, 1]),
-    )
+    return {
+        "bottom": _init_mlp(bottom_key, [NUMERIC, *bottom, width]),
+        "top": _init_mlp(top_key, [interactions + width, *top, 1]),
+    }
 
 
 def logits(dense: Dense, numeric: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
@@ -85,7 +76,7 @@ def _init_mlp(key: jax.Array, sizes: Sequence[int]) -> list[Layer]:
     for layer_key, before, after in zip(keys, sizes[:-1], sizes[1:], strict=True):
         spread = float(np.sqrt(2.0 / (before + after)))
         kernel = spread * jax.random.normal(layer_key, (before, after))
-        layers.append(Layer(kernel=kernel, bias=jnp.zeros(after)))
+        layers.append({"kernel": kernel, "bias": jnp.zeros(after)})
     return layers
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,17 +96,18 @@ def train_step(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, jax.Array]:
-        looked_up = [state.tables[name][ids] for name, ids in batch.ids.items()]
+        numeric, ids_of, labels = jax.tree.map(jnp.asarray, batch)
+        looked_up = [state.tables[name][ids] for name, ids in ids_of.items()]
 
         def loss_of(dense: model.Dense, rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            logits = model.logits(dense, batch.numeric, rows)
-            return model.cross_entropy(logits, batch.labels), logits
+            logits = model.logits(dense, numeric, rows)
+            return model.cross_entropy(logits, labels), logits
 
         gradient = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
         (loss, logits), (dense_gradient, row_gradients) = gradient(state.dense, looked_up)
         updates, opt_state = optimizer.update(dense_gradient, state.opt_state, state.dense)
         tables, accumulators = dict(state.tables), dict(state.accumulators)
-        for (name, ids), gradients in zip(batch.ids.items(), row_gradients, strict=True):
+        for (name, ids), gradients in zip(ids_of.items(), row_gradients, strict=True):
             tables[name], accumulators[name] = row_wise_adagrad(
                 tables[name],
                 accumulators[name],
@@ -116,11 +117,11 @@ def train_step(
             )
         touched = state.touched
         if mark:
-            touched = deltackpt.touched.mark(touched, batch.ids)
+            touched = deltackpt.touched.mark(touched, ids_of)
         new = TrainState(
             tables=tables,
             accumulators=accumulators,
-            dense=optax.apply_updates(state.dense, updates),
+            dense=cast(model.Dense, optax.apply_updates(state.dense, updates)),
             opt_state=opt_state,
             step=state.step + 1,
             touched=touched,

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State W: 4M rows of 64 in five tables, row-wise Adagrad slots, a 5 MB dense part (1.04 GB)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import deltackpt
+
+#: Rows of the five tables: unequal, as real ones are.
+ROWS = {"C1": 1_600_000, "C2": 1_000_000, "C3": 640_000, "C4": 480_000, "C5": 280_000}
+WIDTH = 64
+_KERNELS, _KERNEL = 5, 500
+#: Lookups per table in one training step.
+LOOKUPS = 2048
+
+
+class State(NamedTuple):
+    """The fields of the example's ``TrainState`` that matter here."""
+
+    tables: dict[str, jax.Array]
+    accumulators: dict[str, jax.Array]
+    dense: dict[str, jax.Array]
+    step: jax.Array
+    touched: deltackpt.TouchState
+
+
+def rows_at(scale: float) -> dict[str, int]:
+    """Rows of the tables."""
+    return {name: max(LOOKUPS, round(rows * scale)) for name, rows in ROWS.items()}
+
+
+def make(scale: float, seed: int = 0) -> State:
+    """A state of random values, since regular ones compress as trained ones do not."""
+    rows = rows_at(scale)
+    keys = iter(jax.random.split(jax.random.key(seed), 2 * len(rows) + _KERNELS))
+    tables = {name: jax.random.normal(next(keys), (n, WIDTH)) for name, n in rows.items()}
+    return State(
+        tables=tables,
+        accumulators={name: jax.random.uniform(next(keys), (n,)) for name, n in rows.items()},
+        dense={
+            f"kernel{i}": jax.random.normal(next(keys), (_KERNEL, _KERNEL)) / _KERNEL**0.5
+            for i in range(_KERNELS)
+        },
+        step=jnp.zeros((), jnp.int32),
+        touched=deltackpt.touched.init(tables),
+    )
+
+
+def template(scale: float) -> State:
+    """The state's shapes, without its memory."""
+    return jax.eval_shape(lambda: make(scale))
+
+
+def nbytes(state: State) -> int:
+    """Bytes of everything that a full save holds."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state._replace(touched=())))
+
+
+def random_ids(state: State, share: float, seed: int) -> dict[str, np.ndarray]:
+    """Distinct rows, ``share`` of each table."""
+    random = np.random.default_rng(seed)
+    return {
+        name: random.choice(table.shape[0], round(table.shape[0] * share), replace=False).astype(
+            np.int32
+        )
+        for name, table in state.tables.items()
+    }
+
+
+def lookups(state: State, seed: int) -> dict[str, np.ndarray]:
+    """The ids of one training step, ``LOOKUPS`` per table, uniform."""
+    random = np.random.default_rng([seed, 1])
+    return {
+        name: random.integers(table.shape[0], size=LOOKUPS, dtype=np.int32)
+        for name, table in state.tables.items()
+    }
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def change(state: State, ids: dict[str, Any]) -> State:
+    """Changes the rows that ``ids`` name, their slots and the dense part, and marks the rows."""
+    tables, accumulators = dict(state.tables), dict(state.accumulators)
+    for name, rows in ids.items():
+        tables[name] = tables[name].at[rows].multiply(1.001)
+        accumulators[name] = accumulators[name].at[rows].add(0.5)
+    return state._replace(
+        tables=tables,
+        accumulators=accumulators,
+        dense=jax.tree.map(lambda kernel: kernel * 1.0001, state.dense),
+        step=state.step + 1,
+        touched=deltackpt.touched.mark(state.touched, ids),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def train(state: State, ids: dict[str, Any]) -> tuple[State, jax.Array]:
+    """A training step of some ten milliseconds on both cores: lookups, matrix products, updates."""
+    looked_up = [state.tables[name][rows] for name, rows in ids.items()]
+    batch = jnp.concatenate(looked_up, axis=1)
+    hidden = jnp.pad(batch, ((0, 0), (0, _KERNEL - batch.shape[1])))
+    for kernel in state.dense.values():
+        hidden = jax.nn.relu(hidden @ kernel)
+    loss = jnp.mean(hidden)
+    tables, accumulators = dict(state.tables), dict(state.accumulators)
+    for name, rows in ids.items():
+        tables[name] = tables[name].at[rows].add(-1e-6 * loss)
+        accumulators[name] = accumulators[name].at[rows].add(1e-6)
+    touched = deltackpt.touched.mark(state.touched, ids)
+    return state._replace(tables=tables, accumulators=accumulators, touched=touched), loss

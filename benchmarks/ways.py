@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to save that are compared: deltackpt's and stock Orbax's, behind one face."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import jax
+import orbax.checkpoint as ocp
+from dlrm_jax import trainer
+
+import deltackpt
+
+
+class Way(Protocol):
+    """One checkpoint manager over one directory. States have the fields of ``TrainState``."""
+
+    root: Path
+
+    def save(self, step: int, state: Any, *, base: bool = False) -> None:
+        """Starts a save; ``base`` asks for a full one where there is a choice."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until it is committed."""
+        ...
+
+    def restore(self, template: Any) -> Any:
+        """The newest state, placed on the device."""
+        ...
+
+    def close(self) -> None:
+        """Closes the manager."""
+        ...
+
+
+class Deltas:
+    """deltackpt: touched rows since the previous save."""
+
+    def __init__(
+        self,
+        root: Path,
+        durability: Literal["power", "process"],
+        base_snapshot: Literal["block", "hold"] = "hold",
+    ):
+        self.root = root
+        self._manager = deltackpt.CheckpointManager(
+            root,
+            handlers={"embeddings": trainer.checkpoint_tables()},
+            options=deltackpt.ManagerOptions(
+                durability=durability,
+                base_snapshot=base_snapshot,
+                policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9),
+            ),
+        )
+
+    def save(self, step: int, state: Any, *, base: bool = False) -> None:
+        self._manager.save(step, state, force_base=base)
+
+    def wait(self) -> None:
+        self._manager.wait()
+
+    def restore(self, template: Any) -> Any:
+        result = self._manager.restore_latest(template)
+        assert result is not None and not result.skipped
+        return jax.block_until_ready(result.state)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Orbax:
+    """Stock Orbax: the whole state each time."""
+
+    def __init__(self, root: Path, *, compressed: bool):
+        self.root = root
+        self._manager = ocp.CheckpointManager(
+            root,
+            item_handlers=ocp.PyTreeCheckpointHandler(use_compression=compressed),
+            options=ocp.CheckpointManagerOptions(max_to_keep=None),
+        )
+
+    def save(self, step: int, state: Any, *, base: bool = False) -> None:
+        del base
+        self._manager.save(step, args=ocp.args.PyTreeSave(state._replace(touched=())))
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def restore(self, template: Any) -> Any:
+        item = jax.tree.map(_on_device, template._replace(touched=()))
+        kinds = ocp.checkpoint_utils.construct_restore_args(item)
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=kinds)
+        return jax.block_until_ready(
+            self._manager.restore(self._manager.latest_step(), args=arguments)
+        )
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+#: Every way by its name on a command line.
+WAYS: dict[str, Callable[[Path], Way]] = {
+    "power": lambda root: Deltas(root, "power"),
+    "power-block": lambda root: Deltas(root, "power", "block"),
+    "process": lambda root: Deltas(root, "process"),
+    "orbax": lambda root: Orbax(root, compressed=True),
+    "orbax-tuned": lambda root: Orbax(root, compressed=False),
+}
+NAMES = {
+    "power": "deltackpt, power",
+    "power-block": 'deltackpt, power, base_snapshot="block"',
+    "process": "deltackpt, process",
+    "orbax": "Orbax, defaults",
+    "orbax-tuned": "Orbax, use_compression=False",
+}
+
+
+def force_to_disk(step_dir: Path) -> None:
+    """What stock Orbax leaves out: fsync of every file and directory, and of the parent."""
+    for folder, _, files in os.walk(step_dir, topdown=False):
+        for name in (*(Path(folder, file) for file in files), Path(folder)):
+            _fsync(name)
+    _fsync(step_dir.parent)
+
+
+def keep_only(root: Path, first: int) -> None:
+    """Removes the steps before ``first`` and settles the disk, outside of what is timed."""
+    for path in root.iterdir():
+        if path.name.isdecimal() and int(path.name) < first:
+            shutil.rmtree(path)
+    os.sync()
+
+
+def tree_bytes(step_dir: Path) -> int:
+    """Bytes of all files of a step."""
+    return sum(path.stat().st_size for path in step_dir.rglob("*") if path.is_file())
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
