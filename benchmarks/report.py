@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 #: Columns that the widest table needs.
-_WIDTH = 190
+_WIDTH = 200
 
 
 @dataclasses.dataclass(frozen=True)

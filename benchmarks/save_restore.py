@@ -283,6 +283,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
         f"rows touched between saves; {options.repeats} interleaved rounds, median (range)"
     )
     report = Report("Saving and restoring against Orbax", sizes=sizes)
+    report.note(ways.TUNED)
     if "saves" in options.parts:
         found, state = measure_saves(root, state, options.repeats)
         add_saves(report, found)

@@ -118,9 +118,10 @@ NAMES = {
     "power": "deltackpt, power",
     "power-block": 'deltackpt, power, base_snapshot="block"',
     "process": "deltackpt, process",
-    "orbax": "Orbax, defaults",
-    "orbax-tuned": "Orbax, use_compression=False",
+    "orbax": "Orbax defaults",
+    "orbax-tuned": "Orbax tuned",
 }
+TUNED = "Tuned: PyTreeCheckpointHandler(use_compression=False)."
 
 
 def force_to_disk(step_dir: Path) -> None:
