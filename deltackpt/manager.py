@@ -527,7 +527,9 @@ class CheckpointManager:
         moved = self._root.roll_back(self._restored, self._lineage.run)
         self._restored = None
         if moved:
-            self._orbax.reload()
+            # Steps of the same number may be removed again, into a trash of their own.
+            self._close_orbax()
+            self._orbax = self._open_orbax()
 
     def _busy(self) -> bool:
         return self._in_flight is not None and self._orbax.is_saving_in_progress()
@@ -549,6 +551,7 @@ class CheckpointManager:
             self._reset_orbax()
         self._in_flight = None
         if failure is None:
+            self._root.collect()
             self._report(flight)
         return failure
 
@@ -692,7 +695,7 @@ class CheckpointManager:
                 preservation_policy=retention.KeepChain(
                     inner, self._lineage.protected, self._root.saves
                 ),
-                todelete_subdir=None if options.read_only else layout.TRASH,
+                todelete_subdir=None if options.read_only else self._root.new_trash(),
                 temporary_path_class=commit.temporary_path_class(
                     fsync=self._fsync, item=self._item, check=self._root.check_lease
                 ),

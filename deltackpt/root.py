@@ -14,6 +14,7 @@ never waits for a dead holder; an older holder that still runs is fenced at its 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -64,6 +65,9 @@ class Root:
         self._item = item
         self._lease = lease
         self._known: dict[str, SaveInfo] = {}
+        self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._collected.set_result(None)
+        self._collector = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-collect")
 
     @classmethod
     def open(
@@ -198,26 +202,45 @@ class Root:
             if entry.name.endswith(_TEMPORARY) and _STEP.match(entry.name):
                 self._trash(entry)
         self.empty_trash()
+        for emptied in self.path.glob(f"{layout.TRASH}/*"):
+            files.remove_tree(emptied)
+
+    def new_trash(self) -> str:
+        """A fresh place below the root, by its relative name, to rename removed steps into."""
+        return f"{layout.TRASH}/{uuid.uuid4().hex}"
 
     def empty_trash(self) -> None:
-        """Removes the steps that were renamed for deletion."""
-        trash = self.path / layout.TRASH
-        if trash.is_dir():
-            for entry in trash.iterdir():
-                files.remove_tree(entry)
+        """Removes the steps that were renamed for deletion.
+
+        The renames are on disk before anything in them goes: a power cut leaves a step whole
+        or gone.
+        """
+        removed = list(self.path.glob(f"{layout.TRASH}/*/*"))
+        if removed:
+            files.fsync_path(self.path)
+        for entry in removed:
+            files.remove_tree(entry)
+
+    def collect(self) -> None:
+        """Empties the trash in the background; a failure surfaces at the next call or at the end."""
+        if self._collected.done():
+            self._collected.result()
+            self._collected = self._collector.submit(self.empty_trash)
 
     def close(self) -> None:
         """Finishes deletions. The lease stays: the next trainer takes the next epoch."""
+        self._collector.shutdown()
+        self._collected.result()
         if self._lease is not None:
             with contextlib.suppress(FencedError):
                 self.check_lease()
                 self.empty_trash()
 
     def _trash(self, entry: Path) -> None:
-        trash = self.path / layout.TRASH
+        trash = self.path / self.new_trash()
         with files.typed_errors(trash, "make a directory"):
-            trash.mkdir(exist_ok=True)
-        files.rename(entry, trash / f"{entry.name}.{uuid.uuid4().hex}", fsync=False)
+            trash.mkdir(parents=True)
+        files.rename(entry, trash / entry.name, fsync=False)
 
 
 def _refuse_foreign(path: Path) -> None:

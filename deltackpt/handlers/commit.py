@@ -39,14 +39,10 @@ def temporary_path_class(
         """Metadata, commit file, digests, fsync of the tree, rename, fsync of the parent."""
 
         async def finalize(self) -> None:
-            if TMP_DIR_SUFFIX in Path(self.get()).parent.name:
-                # An item of a step: the step's own finalisation digests and syncs it.
-                await super().finalize()
-            else:
-                await asyncio.to_thread(self._finalize)
+            await asyncio.to_thread(self._finalize)
 
         def _finalize(self) -> None:
-            step_dir = Path(self.get())
+            directory, final = Path(self.get()), Path(self.get_final())
             store = self._checkpoint_metadata_store
             if store is not None:
                 store.wait_until_finished()
@@ -55,17 +51,21 @@ def temporary_path_class(
                     commit_timestamp_nsecs=time.time_ns(),
                 )
                 store.wait_until_finished()
-            final = Path(self.get_final())
-            with files.typed_errors(step_dir, "write"):
-                (step_dir / COMMIT_SUCCESS_FILE).write_text(
+            with files.typed_errors(directory, "write"):
+                # Orbax would record the absolute path here, of a temporary directory even.
+                (directory / COMMIT_SUCCESS_FILE).write_text(
                     f"Checkpoint commit was successful to {final.name}"
                 )
-            write_step_digests(step_dir, item, fsync=fsync)
+            if TMP_DIR_SUFFIX in directory.parent.name:
+                # An item: the step around it is digested, synced and checked as a whole.
+                files.rename(directory, final, fsync=False)
+                return
+            write_step_digests(directory, item, fsync=fsync)
             if fsync:
-                sync_step(step_dir, item)
+                sync_step(directory, item)
             if check is not None:
                 check()
-            files.rename(step_dir, final, fsync=fsync)
+            files.rename(directory, final, fsync=fsync)
 
     return DigestedTemporaryPath
 
