@@ -222,7 +222,7 @@ class Root:
             files.remove_tree(entry)
 
     def collect(self) -> None:
-        """Empties the trash in the background; a failure surfaces at the next call or at the end."""
+        """Empties the trash in the background; a failure surfaces at the next call or close."""
         if self._collected.done():
             self._collected.result()
             self._collected = self._collector.submit(self.empty_trash)
