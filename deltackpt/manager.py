@@ -164,6 +164,14 @@ class Restored:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SaveArguments:
+    touched: TouchState | None = None
+    items: Mapping[str, ocp.args.CheckpointArgs] | None = None
+    metrics: Mapping[str, float] | None = None
+    force_base: bool = False
+
+
 @dataclasses.dataclass(eq=False)
 class _InFlight:
     step: int
@@ -257,33 +265,33 @@ class CheckpointManager:
           FencedError: another trainer has taken over the directory.
           OptionError: the step is not above those that the directory holds.
         """
-        started = time.perf_counter()
-        with self._lock:
-            self._check_usable(writing=True)
-            if self._busy() and self.options.when_busy != "wait":
-                return self._not_now(step, started)
-            failure = self._settle(self.options.timeouts.save_secs)
-            self._due = None
-            self._check_step(step)
-            saved = self._start(step, state, touched, items, metrics, force_base, started)
-        if failure is not None:
-            raise _save_failed(failure, saved) from failure.cause
-        return saved
+        arguments = _SaveArguments(touched, items, metrics, force_base)
+        return self._save(step, state, arguments, self.options.when_busy)
 
     def save_if_due(self, step: int, state: Any, **arguments: Any) -> Saved | None:
-        """Takes a save that ``when_busy="coalesce"`` made due, once the writer is free.
+        """Takes a save that is due: a coalesced one, or that of a preemption.
 
         Call it once per training step; it does nothing (in microseconds) where no save is due.
+        A save that ``when_busy="coalesce"`` made due is taken once the writer is free. When the
+        platform has announced a preemption, the step is saved whatever is in flight, and the
+        call returns when it is durable.
 
         Args:
           step: the training step.
           state: the state at that step.
           **arguments: as for ``save``.
+
+        Returns:
+          What was saved; None where nothing was due.
         """
         with self._lock:
+            if self.reached_preemption(step):
+                saved = self._save(step, state, _SaveArguments(**arguments), "wait")
+                self.wait()
+                return saved
             if self._due is None or self._busy():
                 return None
-            return self.save(step, state, **arguments)
+            return self._save(step, state, _SaveArguments(**arguments), "wait")
 
     def next_save(self, state: Any, *, touched: TouchState | None = None) -> Decision:
         """What the next save would be, and why; notes nothing."""
@@ -440,22 +448,27 @@ class CheckpointManager:
 
     # The parts of a save.
 
-    def _start(
-        self,
-        step: int,
-        state: Any,
-        touch_state: TouchState | None,
-        items: Mapping[str, ocp.args.CheckpointArgs] | None,
-        metrics: Mapping[str, float] | None,
-        force_base: bool,
-        started: float,
-    ) -> Saved:
+    def _save(self, step: int, state: Any, arguments: _SaveArguments, when_busy: WhenBusy) -> Saved:
+        started = time.perf_counter()
+        with self._lock:
+            self._check_usable(writing=True)
+            if self._busy() and when_busy != "wait":
+                return self._not_now(step, started)
+            failure = self._settle(self.options.timeouts.save_secs)
+            self._due = None
+            self._check_step(step)
+            saved = self._start(step, state, arguments, started)
+        if failure is not None:
+            raise _save_failed(failure, saved) from failure.cause
+        return saved
+
+    def _start(self, step: int, state: Any, arguments: _SaveArguments, started: float) -> Saved:
         self._root.check_lease()
         self._roll_back()
         split = tables.split(state, self._tables)
         embeddings = Embeddings(
             split=split,
-            touched=touch_state if touch_state is not None else split.touched,
+            touched=split.touched if arguments.touched is None else arguments.touched,
             lineage=self._lineage,
             options=PipelineOptions(
                 fsync=self._fsync,
@@ -463,7 +476,7 @@ class CheckpointManager:
                 digests=("item", "step"),
             ),
             staging=self._staging,
-            force_base=force_base,
+            force_base=arguments.force_base,
         )
         pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
         args: dict[str, ocp.args.CheckpointArgs] = {self._item: v0.DeltaSave(pending)}
@@ -472,8 +485,8 @@ class CheckpointManager:
         try:
             self._orbax.save(
                 step,
-                args=ocp.args.Composite(**args, **dict(items or {})),
-                metrics=metrics,
+                args=ocp.args.Composite(**args, **dict(arguments.items or {})),
+                metrics=arguments.metrics,
                 force=True,
             )
         except BaseException:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import orbax.checkpoint as ocp
 
 from deltackpt import chain
@@ -48,7 +49,13 @@ class KeepChain:
         by_step = dict(self.saves())
         unreadable = [step for step, info in by_step.items() if info is None]
         if unreadable:
-            _logger.warning("steps %s cannot be read: retention keeps every step", unreadable)
+            process = jax.process_index()
+            _logger.warning(
+                "process %d: steps %s cannot be read: retention keeps every step",
+                process,
+                unreadable,
+                extra={"process_index": process},
+            )
             return [True] * len(wanted)
         infos = {step: info for step, info in by_step.items() if info is not None}
         keep = [

@@ -51,10 +51,10 @@ class DeltaCheckpointableHandler:
         """Reads the chain of a step and merges it, in the background."""
         item_dir = Path(directory)
 
-        async def read() -> RestoredTables:
-            return await asyncio.to_thread(restore.load_item, item_dir, abstract_checkpointable)
-
-        return read()
+        # A task, not a coroutine: Orbax drops it unawaited where another item fails.
+        return asyncio.ensure_future(
+            asyncio.to_thread(restore.load_item, item_dir, abstract_checkpointable)
+        )
 
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:
         """Shapes and dtypes of the tables and slots of a step."""
