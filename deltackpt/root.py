@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory as a whole: opening it, its lease, its steps, rollback and collection.
 
-What a root promises: a step is visible after one ``rename`` in the root. On a local POSIX file
-system that is atomic, and durable once the root has been forced to disk; on a network file
-system it is as atomic as that system's rename, and seen by other machines as late as its caches
-allow.
+The lease is a file per epoch, ``lease.<epoch>.msgpack``, whose name is made with ``O_EXCL``: of
+two trainers that start at the same moment one gets the epoch and the other the next. The newest
+epoch holds the lease, so a restart after SIGKILL takes over at once and never waits for a dead
+holder; an older holder that still runs is fenced at its next commit. The name is the claim, its
+contents only say who made it: a claim that was cut before they were written still counts.
 
-The lease is a file per epoch, ``lease.<epoch>.msgpack``, made by ``link``, which fails where the
-name exists, so that of two trainers that start at the same moment one gets the epoch and the
-other the next. The newest epoch holds the lease: a restart after SIGKILL takes over at once and
-never waits for a dead holder; an older holder that still runs is fenced at its next commit.
+What a root promises of commit, durability and lease:
+
+- A local POSIX file system (ext4, XFS, Btrfs, tmpfs): a step appears by one atomic ``rename`` and
+  is durable once the root has been forced to disk; the lease is exclusive.
+- A network file system (NFS 3 and later, Lustre, CephFS): the same, as far as its server keeps
+  ``rename``, ``fsync`` and ``O_EXCL``. Other machines see names as late as their attribute caches
+  allow, so an older holder may be fenced that much later.
+- Everywhere: the check and the rename are two calls. A trainer that stops between them for longer
+  than another needs to start may still add one whole step; it replaces none.
+- Object stores and every other scheme are refused: a rename there is not atomic.
 """
 
 from __future__ import annotations
@@ -39,9 +46,10 @@ from deltackpt.errors import (
 from deltackpt.integrity import check_step_files
 from deltackpt.storage import files
 
-_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
-_STEP = re.compile(r"\d+")
-_TEMPORARY = ".orbax-checkpoint-tmp"
+# One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 _MAGIC = "deltackpt.lease"
 
 
@@ -87,6 +95,7 @@ class Root:
         Raises:
           UnsupportedRoot: the path has a scheme.
           ForeignDirectory: it holds files, and nothing that deltackpt or Orbax wrote.
+          OutOfSpace: there is no room for the lease, leftovers removed.
           StorageError: it does not exist (read-only), or cannot be written.
         """
         scheme = _SCHEME.match(os.fspath(directory))
@@ -102,12 +111,14 @@ class Root:
                 raise StorageError(
                     f"{path}: expected a directory to read, found none; check the path"
                 )
+            _refuse_foreign(path)
             return cls(path, item, None)
-        with files.typed_errors(path, "make a directory"):
-            path.mkdir(parents=True, exist_ok=True)
+        _make_durable(path)
         _refuse_foreign(path)
-        root = cls(path, item, _take_lease(path))
+        root = cls(path, item, _claim_lease(path))
+        # Before the claim is signed: on a full file system the leftovers are what fills it.
         root.remove_leftovers()
+        root._sign_lease()
         return root
 
     def step_dir(self, step: int) -> Path:
@@ -116,13 +127,7 @@ class Root:
 
     def steps(self) -> list[int]:
         """Committed steps, in no order: one listing of the root."""
-        try:
-            return [int(entry) for entry in os.listdir(self.path) if _STEP.fullmatch(entry)]
-        except OSError as error:
-            raise StorageError(
-                f"{self.path}: expected to list it, found {os.strerror(error.errno or 0)}; check "
-                "the file system"
-            ) from error
+        return [int(name) for name in _listing(self.path) if _STEP.fullmatch(name)]
 
     def saves(self) -> dict[int, SaveInfo | None]:
         """What each committed step is; None where its manifest cannot be read.
@@ -134,7 +139,8 @@ class Root:
         found: dict[int, SaveInfo | None] = {}
         for name, step in steps.items():
             if name not in self._known:
-                with contextlib.suppress(RestoreError):
+                # Removed while it is read, or damaged: it stays unknown.
+                with contextlib.suppress(RestoreError, OSError):
                     self._known[name] = restore.read_save(self.path / name, self._item).info
             found[step] = self._known.get(name)
         return found
@@ -160,12 +166,16 @@ class Root:
         if self._lease is None:
             return
         newest = max(_epochs(self.path), default=0)
-        if newest <= self._lease.epoch:
+        if newest == self._lease.epoch:
             return
-        holder = _read_lease(self.path, newest)
+        if newest > self._lease.epoch:
+            found = f"epoch {newest} held by {_read_lease(self.path, newest)}"
+        else:
+            found = "its file removed, so that another trainer may hold the directory unseen"
         raise FencedError(
-            f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}), found epoch "
-            f"{newest} held by {holder}; stop this trainer, its later steps are not committed"
+            f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, taken "
+            f"{_utc(self._lease.since_secs)}), found {found}; stop this trainer, its later steps "
+            "are not committed"
         )
 
     def roll_back(self, step: int, run: str) -> list[int]:
@@ -189,6 +199,7 @@ class Root:
             files.fsync_path(aside.parent)
         for found in later:
             files.rename(self.step_dir(found), aside / str(found), fsync=True)
+            self._known.pop(str(found), None)
         warnings.warn(
             f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
             f"to {layout.ROLLED_BACK}/{run}",
@@ -197,10 +208,17 @@ class Root:
         return later
 
     def remove_leftovers(self) -> None:
-        """Removes what cut saves and cut deletions left; for the holder of the lease only."""
-        for entry in list(self.path.iterdir()):
-            if entry.name.endswith(_TEMPORARY) and _STEP.match(entry.name):
-                self._trash(entry)
+        """Removes what cut saves and cut deletions left; nothing unless the lease is held.
+
+        To another trainer's holder these are no leftovers but its save in flight.
+        """
+        try:
+            self.check_lease()
+        except FencedError:
+            return
+        for name in _listing(self.path):
+            if _LEFTOVER.fullmatch(name):
+                self._trash(self.path / name)
         self.empty_trash()
         for emptied in self.path.glob(f"{layout.TRASH}/*"):
             files.remove_tree(emptied)
@@ -217,7 +235,11 @@ class Root:
         """
         removed = list(self.path.glob(f"{layout.TRASH}/*/*"))
         if removed:
-            files.fsync_path(self.path)
+            with files.typed_errors(self.path / layout.TRASH, "force to disk"):
+                for folder in {entry.parent for entry in removed}:
+                    files.fsync_path(folder)
+                files.fsync_path(self.path / layout.TRASH)
+                files.fsync_path(self.path)
         for entry in removed:
             files.remove_tree(entry)
 
@@ -236,6 +258,17 @@ class Root:
                 self.check_lease()
                 self.empty_trash()
 
+    def _sign_lease(self) -> None:
+        """Writes who holds the lease into its file; half of it reads as a trainer that starts."""
+        assert self._lease is not None
+        path = self.path / layout.lease_name(self._lease.epoch)
+        with files.typed_errors(path, "write"), contextlib.suppress(FileNotFoundError):
+            # Without the file a newer trainer has taken the directory: the first commit says so.
+            with open(path, "r+b") as file:
+                file.write(manifest.to_bytes(self._lease, _MAGIC))
+                file.flush()
+                os.fsync(file.fileno())
+
     def _trash(self, entry: Path) -> None:
         trash = self.path / self.new_trash()
         with files.typed_errors(trash, "make a directory"):
@@ -243,54 +276,74 @@ class Root:
         files.rename(entry, trash / entry.name, fsync=False)
 
 
+def _listing(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: expected to list it, found {os.strerror(error.errno or 0)}; check the path, "
+            "its permissions and the file system"
+        ) from error
+
+
+def _make_durable(path: Path) -> None:
+    """Makes a directory and what is missing above it; their names are on disk afterwards."""
+    with files.typed_errors(path, "make a directory"):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            files.fsync_path(folder.parent)
+
+
 def _refuse_foreign(path: Path) -> None:
-    names = {entry for entry in os.listdir(path) if not entry.startswith(".")}
-    ours = {layout.ROLLED_BACK, layout.TRASH, "lost+found"}
-    known = (
-        name
-        for name in names
-        if _STEP.match(name) or name in ours or name.startswith(("lease.", "_"))
-    )
-    if names and not any(known):
+    names = {name for name in _listing(path) if not name.startswith(".")}
+    if names and not any(_is_known(name) for name in names):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found "
             f"{sorted(names)[:5]}; give a directory of its own"
         )
 
 
+def _is_known(name: str) -> bool:
+    """Whether deltackpt, Orbax or mkfs makes such a name in a root."""
+    return (
+        name in (layout.ROLLED_BACK, layout.TRASH, "lost+found", "_CHECKPOINT_METADATA")
+        or layout.lease_epoch(name) is not None
+        or _STEP.fullmatch(name) is not None
+        or _LEFTOVER.fullmatch(name) is not None
+    )
+
+
 def _epochs(path: Path) -> Iterator[int]:
-    for name in os.listdir(path):
+    for name in _listing(path):
         epoch = layout.lease_epoch(name)
         if epoch is not None:
             yield epoch
 
 
-def _take_lease(path: Path) -> Lease:
-    """Takes the epoch after the newest."""
+def _claim_lease(path: Path) -> Lease:
+    """Takes the epoch after the newest; its name is on disk afterwards, its contents are not."""
     while True:
-        epochs = sorted(_epochs(path))
+        older = sorted(_epochs(path))
         lease = Lease(
-            epoch=(epochs[-1] if epochs else 0) + 1,
+            epoch=(older[-1] if older else 0) + 1,
             holder=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
             since_secs=time.time(),
         )
-        staged = path / f".lease.{lease.holder}"
-        target = path / layout.lease_name(lease.epoch)
-        files.write_atomic(staged, manifest.to_bytes(lease, _MAGIC), fsync=True)
-        try:
-            with files.typed_errors(path, "take the lease"):
-                os.link(staged, target)
-                files.fsync_path(path)
-        except StorageError as error:
-            if isinstance(error.__cause__, FileExistsError):
+        with files.typed_errors(path / layout.lease_name(lease.epoch), "take the lease"):
+            try:
+                (path / layout.lease_name(lease.epoch)).touch(exist_ok=False)
+            except FileExistsError:
                 continue
-            raise
-        finally:
-            staged.unlink(missing_ok=True)
-        for epoch in epochs:
-            (path / layout.lease_name(epoch)).unlink(missing_ok=True)
+            files.fsync_path(path)
+        if max(_epochs(path), default=0) > lease.epoch:
+            # The listing was old: a later epoch was taken, and removed the name of this one.
+            continue
+        with files.typed_errors(path, "remove older leases"):
+            for epoch in older:
+                (path / layout.lease_name(epoch)).unlink(missing_ok=True)
         return lease
 
 
@@ -298,7 +351,13 @@ def _read_lease(path: Path, epoch: int) -> str:
     file = path / layout.lease_name(epoch)
     try:
         lease = manifest.from_bytes(files.read_bytes(file), Lease, name=file.name, magic=_MAGIC)
-    except Damaged as error:
-        return f"an unknown trainer ({error})"
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))
-    return f"process {lease.pid} on {lease.host} since {since}"
+    except Damaged:
+        return "a trainer that is starting, or was killed while it did"
+    return (
+        f"process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) since "
+        f"{_utc(lease.since_secs)}"
+    )
+
+
+def _utc(secs: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(secs))

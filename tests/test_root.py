@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory as a whole: opening, lease, rollback, collection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import model
+import pytest
+
+import deltackpt
+from deltackpt import layout, root
+from deltackpt.errors import (
+    DeltackptError,
+    FencedError,
+    ForeignDirectory,
+    OutOfSpace,
+    SaveFailed,
+    StorageError,
+    UnsupportedRoot,
+)
+from deltackpt.root import Root
+from deltackpt.storage import files
+
+HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+
+
+@contextlib.contextmanager
+def mounted_tmpfs(path: Path, size: str) -> Iterator[Path]:
+    """A small file system of its own; needs root."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small tmpfs needs root and mount")
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"tmpfs cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+# Opening.
+
+
+@pytest.mark.parametrize(
+    "directory", ["s3://bucket/run", "gs://bucket/run", Path("s3://bucket/run"), "file:///tmp/run"]
+)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_every_scheme_is_refused_at_once(directory, read_only, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedRoot, match="mount it"):
+        Root.open(directory, read_only=read_only)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("name", ["notes.txt", "2024-report", "checkpoint_12", "lease.txt"])
+def test_a_foreign_directory_is_refused_and_left_alone(name, read_only, tmp_path):
+    (tmp_path / name).write_text("somebody else's")
+    with pytest.raises(ForeignDirectory, match=name):
+        Root.open(tmp_path, read_only=read_only)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["100", "7.orbax-checkpoint-tmp", "lost+found", "rolled-back"])
+def test_a_directory_with_something_of_ours_or_orbax_is_taken(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").write_text("beside it")
+    Root.open(tmp_path).close()
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_opening_makes_a_directory_with_all_above_it(tmp_path):
+    synced: list[Path] = []
+    real = files.fsync_path
+
+    def noted(path: Path) -> None:
+        synced.append(path)
+        real(path)
+
+    with mock.patch.object(files, "fsync_path", noted):
+        Root.open(tmp_path / "a" / "b").close()
+    # The names of both directories, then the lease in the second.
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+
+
+def test_read_only_needs_a_directory_and_leaves_no_trace(tmp_path):
+    with pytest.raises(StorageError, match="expected a directory to read"):
+        Root.open(tmp_path / "none", read_only=True)
+    (tmp_path / "5.orbax-checkpoint-tmp").mkdir()
+    reader = Root.open(tmp_path, read_only=True)
+    reader.check_lease()
+    reader.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["5.orbax-checkpoint-tmp"]
+
+
+def test_a_path_that_is_a_file_is_a_typed_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file: expected to make a directory"):
+        Root.open(tmp_path / "file")
+
+
+def test_a_read_only_file_system_is_a_typed_error_for_a_trainer_only(tmp_path):
+    with mounted_tmpfs(tmp_path / "fs", "1m") as path:
+        (path / "3").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+        with pytest.raises(StorageError, match="take the lease.*[Rr]ead-only file system"):
+            Root.open(path)
+        assert Root.open(path, read_only=True).steps() == [3]
+
+
+def test_a_full_file_system_opens_once_leftovers_are_removed(tmp_path):
+    with mounted_tmpfs(tmp_path / "fs", "256k") as path:
+        leftover = path / "9.orbax-checkpoint-tmp"
+        leftover.mkdir()
+        with contextlib.suppress(OSError):
+            (leftover / "chunk").write_bytes(bytes(1 << 20))
+        assert files.free_bytes(path) == 0
+        Root.open(path).close()
+        assert not leftover.exists()
+
+
+def test_a_full_file_system_is_out_of_space(tmp_path):
+    with mounted_tmpfs(tmp_path / "fs", "256k") as path:
+        (path / "3").mkdir()
+        with contextlib.suppress(OSError):
+            (path / "3" / "chunk").write_bytes(bytes(1 << 20))
+        with pytest.raises(OutOfSpace, match="free space or keep fewer steps"):
+            Root.open(path)
+        assert Root.open(path, read_only=True).steps() == [3]
+
+
+def test_only_canonical_step_names_are_steps(tmp_path):
+    for name in ("0", "12", "007", "12.orbax-checkpoint-tmp", "٣", "rolled-back", "deleted"):
+        (tmp_path / name).mkdir()
+    assert sorted(Root.open(tmp_path, read_only=True).steps()) == [0, 12]
+
+
+def test_a_vanished_directory_is_a_typed_error(tmp_path):
+    opened = Root.open(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    for call in (opened.steps, opened.check_lease):
+        with pytest.raises(StorageError, match="expected to list it"):
+            call()
+
+
+# The lease.
+
+
+def test_the_newest_starter_takes_over_and_the_older_is_fenced(tmp_path):
+    first = Root.open(tmp_path)
+    first.check_lease()
+    second = Root.open(tmp_path)
+    second.check_lease()
+    with pytest.raises(FencedError) as caught:
+        first.check_lease()
+    message = str(caught.value)
+    for part in ("epoch 1", "epoch 2", f"process {os.getpid()}", socket.gethostname(), "UTC"):
+        assert part in message
+    assert "stop this trainer" in message
+
+
+def test_a_restart_after_close_or_kill_takes_over_at_once(tmp_path):
+    for _ in range(3):
+        Root.open(tmp_path)
+    last = Root.open(tmp_path)
+    last.check_lease()
+    leases = [name for name in os.listdir(tmp_path) if name.startswith("lease.")]
+    assert leases == [layout.lease_name(4)]
+
+
+def test_of_trainers_that_start_at_once_exactly_one_holds_the_lease(tmp_path):
+    starters, rounds = 8, 12
+    for number in range(rounds):
+        path = tmp_path / str(number)
+        barrier = threading.Barrier(starters)
+        opened: list[Root] = []
+
+        def start(path=path, barrier=barrier, opened=opened) -> None:
+            barrier.wait()
+            opened.append(Root.open(path))
+
+        threads = [threading.Thread(target=start) for _ in range(starters)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        holders = 0
+        for trainer in opened:
+            with contextlib.suppress(FencedError):
+                trainer.check_lease()
+                holders += 1
+        assert len(opened) == starters
+        assert holders == 1
+
+
+def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
+    """A starter that was held up between its listing and its claim."""
+    Root.open(tmp_path)
+    real, calls = root._epochs, iter([True])
+
+    def late(path: Path) -> Iterator[int]:
+        found = list(real(path))
+        if next(calls, False):
+            Root.open(tmp_path)
+            Root.open(tmp_path)
+        return iter(found)
+
+    with mock.patch.object(root, "_epochs", late):
+        held_up = Root.open(tmp_path)
+    held_up.check_lease()
+    assert held_up._lease is not None and held_up._lease.epoch == 4
+
+
+@pytest.mark.parametrize("contents", [b"", b"half"])
+def test_a_claim_cut_before_it_was_signed_still_counts(contents, tmp_path):
+    older = Root.open(tmp_path)
+    (tmp_path / layout.lease_name(2)).write_bytes(contents)
+    with pytest.raises(FencedError, match="epoch 2 held by a trainer that is starting"):
+        older.check_lease()
+    newer = Root.open(tmp_path)
+    newer.check_lease()
+
+
+def test_a_removed_lease_fences_its_holder(tmp_path):
+    """Somebody cleaned up by hand: the next starter begins at epoch 1 again."""
+    for _ in range(3):
+        holder = Root.open(tmp_path)
+    (tmp_path / layout.lease_name(3)).unlink()
+    with pytest.raises(FencedError, match="its file removed"):
+        holder.check_lease()
+    Root.open(tmp_path)
+    with pytest.raises(FencedError):
+        holder.check_lease()
+
+
+def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_committed(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
+    older.save(1, state, touched=touched)
+    older.wait()
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as newer:
+        result = newer.restore_latest(state)
+        with pytest.raises(FencedError, match="held by process"):
+            older.save(2, state, touched=touched)
+        newer.save(2, result.state, touched=result.touched)
+        newer.wait()
+        assert newer.all_steps() == [1, 2]
+    older.close()
+    assert sorted(Root.open(tmp_path, read_only=True).steps()) == [1, 2]
+
+
+def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path):
+    """The check at the commit, not only at save(): a newer trainer came in between."""
+    state = model.initial()
+    touched = model.new_touched(state)
+    older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
+    older.save(1, state, touched=touched)
+    older.wait()
+    real = deltackpt.integrity.digest_tree
+    newer: list[deltackpt.CheckpointManager] = []
+
+    def start_another(*args, **kwargs):
+        if not newer:
+            newer.append(deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS))
+        return real(*args, **kwargs)
+
+    with mock.patch.object(deltackpt.integrity, "digest_tree", start_another):
+        older.save(2, state, touched=touched)
+        with pytest.raises(DeltackptError) as caught:
+            older.wait()
+    assert isinstance(caught.value, (FencedError, SaveFailed))
+    with pytest.raises(FencedError):
+        older.save(3, state, touched=touched)
+    older.close()
+    [holder] = newer
+    result = holder.restore_latest(state)
+    assert result.step == 1
+    holder.save(2, result.state, touched=result.touched)
+    holder.wait()
+    holder.close()
+    assert not list(tmp_path.glob("*.orbax-checkpoint-tmp"))
+
+
+def test_a_fenced_trainer_removes_nothing_of_the_newer_one(tmp_path):
+    older = Root.open(tmp_path)
+    Root.open(tmp_path)
+    in_flight = tmp_path / "7.orbax-checkpoint-tmp"
+    in_flight.mkdir()
+    older.remove_leftovers()
+    older.close()
+    assert in_flight.is_dir()
+
+
+# Rollback.
+
+
+def test_steps_after_a_rollback_are_moved_aside_durably_newest_first(tmp_path):
+    opened = Root.open(tmp_path)
+    for step in (100, 110, 120, 130):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / "file").write_text(str(step))
+    moves: list[str] = []
+    real = files.rename
+
+    def noted(source: Path, target: Path, *, fsync: bool) -> None:
+        assert fsync
+        moves.append(source.name)
+        real(source, target, fsync=fsync)
+
+    with (
+        mock.patch.object(files, "rename", noted),
+        pytest.warns(UserWarning, match=r"from step 110.*\[120, 130\].*rolled-back/run-b"),
+    ):
+        assert opened.roll_back(110, "run-b") == [130, 120]
+    assert moves == ["130", "120"]
+    assert sorted(opened.steps()) == [100, 110]
+    assert (tmp_path / "rolled-back" / "run-b" / "130" / "file").read_text() == "130"
+
+
+def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path):
+    opened = Root.open(tmp_path)
+    (tmp_path / "10").mkdir()
+    assert opened.roll_back(10, "run") == []
+    assert not (tmp_path / layout.ROLLED_BACK).exists()
+
+
+def test_a_step_number_saved_again_after_a_rollback_is_read_anew(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state, touched=touched)
+        manager.wait()
+        before = manager._root.saves()
+        result = manager.restore(1, state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager.save(2, result.state, touched=result.touched)
+        manager.wait()
+        after = manager._root.saves()
+        assert set(after) == {1, 2}
+        assert after[1] == before[1]
+        assert after[2].save_id.run != before[2].save_id.run
+
+
+# Collection.
+
+
+def test_leftovers_of_cut_saves_and_deletions_are_removed_at_open(tmp_path):
+    for name in ("5.orbax-checkpoint-tmp", "deleted/3", "deleted/abc/4", "4"):
+        (tmp_path / name / "embeddings" / "part.0").mkdir(parents=True)
+        (tmp_path / name / "embeddings" / "part.0" / "chunk").write_bytes(b"bytes")
+    opened = Root.open(tmp_path)
+    assert opened.steps() == [4]
+    assert not (tmp_path / "5.orbax-checkpoint-tmp").exists()
+    assert list((tmp_path / layout.TRASH).iterdir()) == []
+    opened.close()
+
+
+def test_a_deletion_cut_half_way_is_no_step(tmp_path):
+    opened = Root.open(tmp_path)
+    removed = tmp_path / opened.new_trash() / "8"
+    removed.mkdir(parents=True)
+    assert opened.steps() == []
+    assert opened.saves() == {}
+
+
+def test_removals_are_on_disk_as_renames_before_anything_goes(tmp_path):
+    opened = Root.open(tmp_path)
+    removed = tmp_path / opened.new_trash() / "8"
+    removed.mkdir(parents=True)
+    order: list[str] = []
+    real_sync, real_remove = files.fsync_path, files.remove_tree
+
+    def synced(path: Path) -> None:
+        order.append(f"sync {path.name}")
+        real_sync(path)
+
+    def gone(path: Path) -> None:
+        order.append(f"remove {path.name}")
+        real_remove(path)
+
+    with (
+        mock.patch.object(files, "fsync_path", synced),
+        mock.patch.object(files, "remove_tree", gone),
+    ):
+        opened.empty_trash()
+    assert order == [
+        f"sync {removed.parent.name}",
+        f"sync {layout.TRASH}",
+        f"sync {tmp_path.name}",
+        "remove 8",
+    ]
+
+
+def test_what_a_damaged_step_is_stays_unknown(tmp_path):
+    state = model.initial()
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        for step in (1, 2):
+            manager.save(step, state)
+        manager.wait()
+        (tmp_path / "2" / "embeddings" / layout.manifest_name(0)).write_bytes(b"damaged")
+    saves = Root.open(tmp_path, read_only=True).saves()
+    assert saves[2] is None
+    assert saves[1] is not None and saves[1].step_dir == "1"
+
+
+def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    options = deltackpt.ManagerOptions(
+        retention=1, policy=deltackpt.Consecutive(max_chain=1), durability="process"
+    )
+    most = 0
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:
+        for step in range(1, 13):
+            manager.save(step, state, touched=touched)
+            most = max(most, len(list((tmp_path / layout.TRASH).glob("*/*"))))
+    assert most <= 6
+    assert list((tmp_path / layout.TRASH).glob("*/*")) == []
