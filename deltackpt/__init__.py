@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from deltackpt import errors, fingerprint, policy, touched
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-    from deltackpt.manager import CheckpointManager, ManagerOptions, Restored, Saved, Timeouts
+    from deltackpt.manager import CheckpointManager
+    from deltackpt.options import ManagerOptions, Timeouts
+    from deltackpt.outcomes import Restored, Saved
     from deltackpt.pipeline import Embeddings, PipelineOptions
     from deltackpt.policy import Consecutive, Intermittent, OneShot
     from deltackpt.tables import Tables, split
@@ -32,13 +34,13 @@ _NAMES = {
     "DeltaSave": "handlers.v0",
     "Embeddings": "pipeline",
     "Intermittent": "policy",
-    "ManagerOptions": "manager",
+    "ManagerOptions": "options",
     "OneShot": "policy",
     "PipelineOptions": "pipeline",
-    "Restored": "manager",
-    "Saved": "manager",
+    "Restored": "outcomes",
+    "Saved": "outcomes",
     "Tables": "tables",
-    "Timeouts": "manager",
+    "Timeouts": "options",
     "TouchState": "touched",
     "split": "tables",
 }

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,131 +37,15 @@ from deltackpt.errors import (
 )
 from deltackpt.handlers import commit, dense, retention, v0
 from deltackpt.lineage import Lineage
-from deltackpt.manifest import Kind
+from deltackpt.options import ManagerOptions, WhenBusy
+from deltackpt.outcomes import Restored, Saved
 from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, SaveReport
-from deltackpt.policy import BaseOrDelta, Consecutive, Decision
+from deltackpt.policy import Decision
 from deltackpt.restore import Progress, RestoredTables
 from deltackpt.root import Root
 from deltackpt.staging import Staging
 from deltackpt.tables import Split, Tables
 from deltackpt.touched import TouchState
-
-Durability = Literal["power", "process"]
-WhenBusy = Literal["wait", "skip", "coalesce"]
-BaseSnapshot = Literal["block", "hold"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """Every wait of the manager, in seconds.
-
-    Attributes:
-      save_secs: for a save in flight, at the next ``save()`` that waits.
-      close_secs: for the saves in flight at ``wait()`` and ``close()``.
-    """
-
-    save_secs: float = 1800.0
-    close_secs: float = 3600.0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise OptionError(
-                    f"Timeouts.{field.name}: expected a positive number of seconds, found "
-                    f"{getattr(self, field.name)!r}"
-                )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ManagerOptions:
-    """How a CheckpointManager saves.
-
-    Attributes:
-      policy: base or delta.
-      retention: which committed steps stay: a number of newest steps, an Orbax
-        ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
-      durability: ``"power"``: a step for which ``wait()`` has returned survives a power cut;
-        ``"process"``: it survives the end of the process, not of the machine.
-      when_busy: what ``save()`` does while a save is in flight: ``"wait"`` for it; ``"skip"``
-        this one; or ``"coalesce"``: make it due, to be taken by the first ``save_if_due()`` or
-        ``save()`` that finds the writer free. None of them loses a row: the next save covers
-        whatever was touched since its parent.
-      base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
-        ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
-        ``"block"`` returns when the tables have been written, and needs no memory.
-      staging_bytes: host memory for the rows of deltas in flight. A delta that needs more is
-        held like a base.
-      timeouts: limits of all waits.
-      read_only: restore only: no lease, no collection, no directory is made.
-    """
-
-    policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
-    retention: int | ocp.checkpoint_managers.PreservationPolicy | None = None
-    durability: Durability = "power"
-    when_busy: WhenBusy = "wait"
-    base_snapshot: BaseSnapshot = "hold"
-    staging_bytes: int = 1 << 30
-    timeouts: Timeouts = Timeouts()
-    read_only: bool = False
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("durability", ("power", "process")),
-            ("when_busy", ("wait", "skip", "coalesce")),
-            ("base_snapshot", ("block", "hold")),
-        ):
-            if getattr(self, name) not in known:
-                raise OptionError(
-                    f"ManagerOptions.{name}: expected one of {known}, found {getattr(self, name)!r}"
-                )
-        if isinstance(self.retention, int) and self.retention < 1:
-            raise OptionError(
-                f"ManagerOptions.retention: expected at least 1 step, found {self.retention}"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What ``save()`` did.
-
-    Attributes:
-      step: the step asked for.
-      kind: base or delta; None where the save was skipped.
-      reason: why.
-      blocked_secs: how long ``save()`` kept the training thread.
-    """
-
-    step: int
-    kind: Kind | None
-    reason: str
-    blocked_secs: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Restored:
-    """A restored step.
-
-    Attributes:
-      step: its number.
-      state: the state, like the template; without one, nested dicts and lists of numpy arrays.
-      touched: a fresh TouchState for what follows; None where the step was read only.
-      items: further items that were asked for.
-      chain: the steps that were read, base first.
-      skipped: newer steps that are not intact, with what is wrong with them.
-      source: where the tables came from.
-      bytes_read: bytes of tables and slots that were read.
-      seconds: wall time of the whole restore.
-    """
-
-    step: int
-    state: Any
-    touched: TouchState | None
-    items: dict[str, Any]
-    chain: tuple[int, ...]
-    skipped: tuple[tuple[int, RestoreError], ...]
-    source: str
-    bytes_read: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

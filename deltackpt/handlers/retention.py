@@ -18,6 +18,9 @@ _logger = logging.getLogger(__name__)
 
 _policies = ocp.checkpoint_managers
 
+#: What Orbax asks which steps stay.
+PreservationPolicy = _policies.PreservationPolicy
+
 
 @dataclasses.dataclass(frozen=True)
 class KeepChain:
@@ -32,7 +35,7 @@ class KeepChain:
       saves: what each committed step is, None where it cannot be read; ``Root.saves``.
     """
 
-    inner: _policies.PreservationPolicy
+    inner: PreservationPolicy
     protected: Callable[[], frozenset[SaveId]]
     saves: Callable[[], Mapping[int, SaveInfo | None]]
 
@@ -71,8 +74,8 @@ class KeepChain:
 
 
 def as_policy(
-    retention: int | _policies.PreservationPolicy | None,
-) -> _policies.PreservationPolicy:
+    retention: int | PreservationPolicy | None,
+) -> PreservationPolicy:
     """The policy of ``ManagerOptions.retention``: a number keeps that many newest steps."""
     if retention is None or isinstance(retention, int):
         return _policies.LatestN(retention)

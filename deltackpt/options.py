@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the manager: frozen, validated when they are built."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from deltackpt.errors import OptionError
+from deltackpt.handlers.retention import PreservationPolicy
+from deltackpt.policy import BaseOrDelta, Consecutive
+
+Durability = Literal["power", "process"]
+WhenBusy = Literal["wait", "skip", "coalesce"]
+BaseSnapshot = Literal["block", "hold"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Every wait of the manager, in seconds.
+
+    Attributes:
+      save_secs: for a save in flight, at the next ``save()`` that waits.
+      close_secs: for the saves in flight at ``wait()`` and ``close()``.
+    """
+
+    save_secs: float = 1800.0
+    close_secs: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) > 0:
+                raise OptionError(
+                    f"Timeouts.{field.name}: expected a positive number of seconds, found "
+                    f"{getattr(self, field.name)!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """How a CheckpointManager saves.
+
+    Attributes:
+      policy: base or delta.
+      retention: which committed steps stay: a number of newest steps, an Orbax
+        ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
+      durability: ``"power"``: a step for which ``wait()`` has returned survives a power cut;
+        ``"process"``: it survives the end of the process, not of the machine.
+      when_busy: what ``save()`` does while a save is in flight: ``"wait"`` for it; ``"skip"``
+        this one; or ``"coalesce"``: make it due, to be taken by the first ``save_if_due()`` or
+        ``save()`` that finds the writer free. None of them loses a row: the next save covers
+        whatever was touched since its parent.
+      base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
+        ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
+        ``"block"`` returns when the tables have been written, and needs no memory.
+      staging_bytes: host memory for the rows of deltas in flight. A delta that needs more is
+        held like a base.
+      timeouts: limits of all waits.
+      read_only: restore only: no lease, no collection, no directory is made.
+    """
+
+    policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
+    retention: int | PreservationPolicy | None = None
+    durability: Durability = "power"
+    when_busy: WhenBusy = "wait"
+    base_snapshot: BaseSnapshot = "hold"
+    staging_bytes: int = 1 << 30
+    timeouts: Timeouts = Timeouts()
+    read_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("durability", ("power", "process")),
+            ("when_busy", ("wait", "skip", "coalesce")),
+            ("base_snapshot", ("block", "hold")),
+        ):
+            if getattr(self, name) not in known:
+                raise OptionError(
+                    f"ManagerOptions.{name}: expected one of {known}, found {getattr(self, name)!r}"
+                )
+        if isinstance(self.retention, int) and self.retention < 1:
+            raise OptionError(
+                f"ManagerOptions.retention: expected at least 1 step, found {self.retention}"
+            )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manager's ``save`` and ``restore`` give back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from deltackpt.errors import RestoreError
+from deltackpt.manifest import Kind
+from deltackpt.touched import TouchState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What ``save()`` did.
+
+    Attributes:
+      step: the step asked for.
+      kind: base or delta; None where the save was skipped.
+      reason: why.
+      blocked_secs: how long ``save()`` kept the training thread.
+    """
+
+    step: int
+    kind: Kind | None
+    reason: str
+    blocked_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Restored:
+    """A restored step.
+
+    Attributes:
+      step: its number.
+      state: the state, like the template; without one, nested dicts and lists of numpy arrays.
+      touched: a fresh TouchState for what follows; None where the step was read only.
+      items: further items that were asked for.
+      chain: the steps that were read, base first.
+      skipped: newer steps that are not intact, with what is wrong with them.
+      source: where the tables came from.
+      bytes_read: bytes of tables and slots that were read.
+      seconds: wall time of the whole restore.
+    """
+
+    step: int
+    state: Any
+    touched: TouchState | None
+    items: dict[str, Any]
+    chain: tuple[int, ...]
+    skipped: tuple[tuple[int, RestoreError], ...]
+    source: str
+    bytes_read: int
+    seconds: float
