@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import socket
 import subprocess
@@ -273,22 +274,23 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     older.save(1, state, touched=touched)
     older.wait()
     real = deltackpt.integrity.digest_tree
-    newer: list[deltackpt.CheckpointManager] = []
+    started: queue.Queue[deltackpt.CheckpointManager] = queue.Queue()
+    first = threading.Semaphore()
 
     def start_another(*args, **kwargs):
-        if not newer:
-            newer.append(deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS))
+        if first.acquire(blocking=False):
+            started.put(deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS))
         return real(*args, **kwargs)
 
     with mock.patch.object(deltackpt.integrity, "digest_tree", start_another):
         older.save(2, state, touched=touched)
         with pytest.raises(DeltackptError) as caught:
             older.wait()
+        holder = started.get(timeout=60)
     assert isinstance(caught.value, (FencedError, SaveFailed))
     with pytest.raises(FencedError):
         older.save(3, state, touched=touched)
     older.close()
-    [holder] = newer
     result = holder.restore_latest(state)
     assert result.step == 1
     holder.save(2, result.state, touched=result.touched)
