@@ -11,6 +11,7 @@ every N / 10 steps, on uniform ids (which touch most rows) and on Zipf ids.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import jax
+import numpy as np
 import once
 import ways
 from dlrm_jax import data, trainer
@@ -36,6 +38,10 @@ RUNS: tuple[tuple[str, str | None, int], ...] = (
 )
 
 
+#: Exponents for which the share of touched rows is stated.
+EXPONENTS = (0.0, 0.9, 1.07, 1.2, 1.45)
+
+
 class Loop:
     """The training loop, compiled once."""
 
@@ -48,14 +54,6 @@ class Loop:
         self._batches = [traffic.batch(step) for step in range(options.steps)]
         self._step = trainer.train_step(self.sizes)
         self.train(None, 0)
-
-    def touched_share(self) -> float:
-        """Share of the rows that N steps touch."""
-        touched = sum(
-            len(set().union(*(batch.ids[name].tolist() for batch in self._batches[: self._every])))
-            for name in self.rows
-        )
-        return touched / sum(self.rows.values())
 
     def train(self, way: ways.Way | None, frequency: int) -> float:
         """Seconds of a whole training, from a fresh state to the last save's commit."""
@@ -97,7 +95,18 @@ def measure(
     return found
 
 
-def add(report: Report, options: argparse.Namespace, found, share: float, law: str) -> None:
+def touched_share(options: argparse.Namespace, exponent: float, steps: int) -> float:
+    """Share of the rows that some steps touch."""
+    rows = data.table_rows("thesis", options.scale)
+    traffic = data.ZipfTraffic(rows, options.batch, exponent=exponent, seed=0)
+    batches = [traffic.batch(step) for step in range(steps)]
+    touched = sum(
+        len(np.unique(np.concatenate([batch.ids[name] for batch in batches]))) for name in rows
+    )
+    return touched / sum(rows.values())
+
+
+def add(report: Report, options: argparse.Namespace, found, law: str) -> None:
     """Lines of one law of ids."""
 
     def sample(what: str, name: str) -> Sample:
@@ -107,32 +116,24 @@ def add(report: Report, options: argparse.Namespace, found, share: float, law: s
     step_secs = nothing.median / options.steps
     full = [name for name, kind, _ in RUNS if kind in ("orbax", "orbax-tuned")]
     ours = [name for name, kind, _ in RUNS if kind in ("power", "process")]
-    report.note(
-        f"{law}: N = {options.every} steps touch {share:.1%} of the rows; a step takes "
-        f"{secs(step_secs)}."
-    )
     for name in (*full, *ours):
         report.compare(f"{law}: training, {name}", sample("train", name), "no saves", nothing, secs)
-    for name in ours:
-        for other in full:
-            report.compare(
-                f"{law}: training, {name}",
-                sample("train", name),
-                other,
-                sample("train", other),
-                secs,
-            )
-    for name in ours:
-        mine = sample("restore", name)
-        for other in full:
-            theirs = sample("restore", other)
-            report.compare(f"{law}: restore, {name}", mine, other, theirs, secs)
-    for name, kind, frequency in RUNS:
-        if kind in ("power", "orbax", "orbax-tuned"):
-            # On average half an interval is trained again.
-            again = options.every / frequency / 2 * step_secs
-            whole = Sample(tuple(value + again for value in found["restore", name]))
-            report.state(f"{law}: restore and retrain, {name}", whole, secs)
+    # On average half an interval is trained again.
+    frequencies = {name: frequency for name, _, frequency in RUNS}
+    again = {name: options.every / frequencies[name] / 2 * step_secs for name in (*full, *ours)}
+
+    def recovery(name: str) -> Sample:
+        return Sample(tuple(value + again[name] for value in found["restore", name]))
+
+    for name, other in itertools.product(ours, full):
+        mine, theirs = sample("train", name), sample("train", other)
+        report.compare(f"{law}: training, {name}", mine, other, theirs, secs)
+    for name, other in itertools.product(ours, full):
+        mine, theirs = sample("restore", name), sample("restore", other)
+        report.compare(f"{law}: restore, {name}", mine, other, theirs, secs, bar=1.0)
+    for name, other in itertools.product(ours, full):
+        label = f"{law}: restore and retrain, {name}"
+        report.compare(label, recovery(name), other, recovery(other), secs)
     for name, kind, _ in RUNS:
         if kind is not None and kind != "process":
             report.state(f"{law}: bytes written, {name}", sample("bytes", name), megabytes)
@@ -161,7 +162,14 @@ def main() -> int:
         for exponent, law in ((0.0, "uniform"), (options.zipf, f"Zipf {options.zipf:g}")):
             loop = Loop(options, exponent)
             found = measure(options, loop, Path(place))
-            add(report, options, found, loop.touched_share(), law)
+            add(report, options, found, law)
+    shares = [
+        f"{touched_share(options, exponent, steps):.1%} in {steps} steps"
+        + (" (uniform)" if exponent == 0 else f" (Zipf {exponent:g})")
+        for exponent in EXPONENTS
+        for steps in (max(1, options.every // 10), options.every)
+    ]
+    report.note(f"Rows touched: {', '.join(shares)}.")
     report.show(options.json)
     return 0
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -208,3 +210,17 @@ def test_state_splits_into_tables_with_their_accumulators():
 def assert_equal_batches(first: data.Batch, second: data.Batch) -> None:
     for mine, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("criteo", [False, True])
+def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
+    data_file = request.getfixturevalue("shared") / "criteo_sample.txt" if criteo else None
+    arguments = ["--scale", "0.1", f"--directory={tmp_path}"]
+    arguments += [f"--data={data_file}"] if criteo else []
+    environment = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, demo.__file__, *arguments], env=environment, stdout=subprocess.PIPE
+    )
+    assert done.returncode == 0
+    assert b"nothing was lost" in done.stdout

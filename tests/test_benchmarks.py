@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks: how they judge, and that each one runs at a small scale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import pytest
+import report as reports
+from report import Report, Sample, ratio, secs
+
+BENCHMARKS = Path(reports.__file__).parent
+
+
+def test_ratios_are_taken_round_by_round():
+    ours, theirs = Sample((1.0, 2.0, 30.0)), Sample((10.0, 20.0, 300.0))
+    assert ours.over(theirs).values == (0.1, 0.1, 0.1)
+    assert ours.median == 2.0
+
+
+def test_ratios_are_shown_as_fractions_below_a_half():
+    assert ratio(1 / 18) == "1/18.0"
+    assert ratio(0.75) == "x 0.75"
+    assert secs(0.0123) == "12.3 ms"
+
+
+def test_json_says_which_bars_hold(tmp_path, capsys):
+    report = Report("title", sizes="sizes")
+    report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
+    report.compare("missed", Sample((3.0,)), "them", Sample((4.0,)), secs, bar=0.5)
+    report.state("stated", Sample((7.0,)), secs)
+    report.show(tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found == [
+        {"name": "met against them", "ratio": 0.25, "bar": 0.5, "holds": True},
+        {"name": "missed against them", "ratio": 0.75, "bar": 0.5, "holds": False},
+        {"name": "stated", "ratio": 7.0, "bar": None, "holds": True},
+    ]
+    assert "missed" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("save_restore.py", ["--scale", "0.01", "--repeats", "1"]),
+        ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
+        (
+            "training.py",
+            ["--scale", "0.01", "--repeats", "1", "--batch", "64", "--steps", "4", "--every", "2"],
+        ),
+    ],
+)
+def test_benchmark_runs_at_a_small_scale(tmp_path, name, arguments):
+    path = tmp_path / "out.json"
+    places = ["--directory", str(tmp_path), "--json", str(path)]
+    # The tests' virtual devices would share out the two cores.
+    environment = os.environ | {"XLA_FLAGS": ""}
+    subprocess.run(
+        [sys.executable, BENCHMARKS / name, *arguments, *places], check=True, env=environment
+    )
+    entries = json.loads(path.read_text())
+    assert entries
+    assert all(set(entry) == {"name", "ratio", "bar", "holds"} for entry in entries)
