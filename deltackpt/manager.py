@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, layout, pipeline, restore, tables, touched
+from deltackpt import events, layout, pipeline, restore, stored, tables, touched
 from deltackpt.blocks import VALUES
 from deltackpt.errors import (
     ClosedError,
@@ -408,13 +408,13 @@ class CheckpointManager:
         )
 
     def _check_step(self, step: int) -> None:
-        newest = self.latest_step()
-        if newest is None or step > newest or self._restored is not None:
+        newest = self.latest_step() if self._restored is None else self._restored
+        if newest is None or step > newest:
             return
         raise OptionError(
             f"step {step} in {self._root.path}: expected a step above {newest}, the newest in the "
-            "directory, found an older or equal one; call restore_latest() or restore(step) "
-            "first to go on from a step, or use an empty directory"
+            "directory or the restored one, found an older or equal one; call restore_latest() or "
+            "restore(step) first to go on from a step, or use an empty directory"
         )
 
     def _roll_back(self) -> None:
@@ -491,7 +491,7 @@ class CheckpointManager:
     ) -> Restored:
         started = time.perf_counter()
         step_dir = self._root.step_dir(step)
-        saves = restore.read_chain(step_dir, self._item)
+        saves = stored.read_chain(step_dir, self._item)
         expected = None if template is None else tables.split(template, self._tables)
         if expected is not None:
             restore.check_template(expected.layout, saves[-1])

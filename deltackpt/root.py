@@ -33,7 +33,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from deltackpt import layout, manifest, restore
+from deltackpt import layout, manifest, stored
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     Damaged,
@@ -141,7 +141,7 @@ class Root:
             if name not in self._known:
                 # Removed while it is read, or damaged: it stays unknown.
                 with contextlib.suppress(RestoreError, OSError):
-                    self._known[name] = restore.read_save(self.path / name, self._item).info
+                    self._known[name] = stored.read_save(self.path / name, self._item).info
             found[step] = self._known.get(name)
         return found
 
@@ -151,7 +151,7 @@ class Root:
         Raises:
           Damaged: the first that is missing or altered.
         """
-        record = restore.read_save(step_dir, self._item).manifests[0]
+        record = stored.read_save(step_dir, self._item).manifests[0]
         if "step" not in record.digests:
             return
         for damage in check_step_files(step_dir):

@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import pipeline, restore
+from deltackpt import pipeline, restore, stored
 from deltackpt.handlers import steps
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
@@ -60,7 +60,7 @@ class DeltaHandler(AsyncCheckpointHandler):
     def metadata(self, directory: epath.Path) -> AbstractEmbeddings:
         """Shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
-        return restore.abstract_of(restore.read_save(item_dir.parent, item_dir.name))
+        return restore.abstract_of(stored.read_save(item_dir.parent, item_dir.name))
 
     def finalize(self, directory: epath.Path) -> None:
         """Nothing is left to do: the part was complete when its future ended."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from deltackpt import pipeline, restore
+from deltackpt import pipeline, restore, stored
 from deltackpt.handlers import steps
 from deltackpt.pipeline import Embeddings, PendingSave
 from deltackpt.restore import AbstractEmbeddings, RestoredTables
@@ -59,7 +59,7 @@ class DeltaCheckpointableHandler:
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:
         """Shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
-        return restore.abstract_of(restore.read_save(item_dir.parent, item_dir.name))
+        return restore.abstract_of(stored.read_save(item_dir.parent, item_dir.name))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is ``Embeddings``."""
