@@ -12,6 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from deltackpt.errors import BrokenChain, Damaged
 from deltackpt.manifest import Kind, Manifest, ParentRef, SaveId
 
+_SAME_IN_PARTS = (
+    "save_id",
+    "kind",
+    "parent",
+    "process_count",
+    "groups",
+    "tables",
+    "dense",
+    "tracking_paths",
+)
+_SHOWN_CHARS = 200
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveInfo:
@@ -40,22 +52,21 @@ def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[Sav
       by_dir: committed saves by the name of their step directory.
 
     Raises:
-      BrokenChain: a parent is missing, is another save than the one named, or does not end in a
-        base; the message names the newest step that is intact.
+      BrokenChain: a parent is missing, is another save than the one named, is not older, or a
+        directory holds the save of another step; the message names the step, the save id that
+        was expected, what was found, and the newest step whose chain is whole.
     """
-    chain = [target]
-    while True:
-        current = chain[-1]
-        if current.kind == "base" and current.parent is None:
-            return tuple(reversed(chain))
-        problem = _parent_problem(current, by_dir, len(chain))
-        if problem is not None:
-            raise BrokenChain(
-                f"step {target.save_id.step}: {problem}; newest intact step is "
-                f"{_newest_intact(by_dir, target)}; restore_latest() takes it"
-            )
-        assert current.parent is not None
-        chain.append(by_dir[current.parent.step_dir])
+    chain, problem = _walk(target, by_dir)
+    if problem is None:
+        return tuple(reversed(chain))
+    newest = _newest_intact(by_dir, target)
+    if newest is None:
+        known = "no step that was looked at is intact; restore_latest() looks at all of them"
+    else:
+        known = f"newest intact step is {newest}: restore it, or call restore_latest()"
+    broken = chain[-1]
+    where = "" if broken is target else f"step {broken.step_dir} of its chain: "
+    raise BrokenChain(f"step {target.step_dir}: {where}{problem}; {known}")
 
 
 def live_set(
@@ -86,7 +97,7 @@ def check_parts(manifests: Sequence[Manifest]) -> None:
     """Checks that manifests are the parts of one save, every process once.
 
     Args:
-      manifests: the manifests of one step's item, by ascending process.
+      manifests: the manifests of one step's item, at least one, by ascending process.
 
     Raises:
       Damaged: a part is missing, double, or of another save.
@@ -95,43 +106,78 @@ def check_parts(manifests: Sequence[Manifest]) -> None:
     step = f"step {first.save_id.step}"
     found = [part.process for part in manifests]
     if found != list(range(first.process_count)):
-        raise Damaged(step, f"parts of processes 0 to {first.process_count - 1}", f"{found}")
+        raise Damaged(
+            step, f"one part of each process 0 to {first.process_count - 1}", f"parts of {found}"
+        )
     for part in manifests[1:]:
-        for field in ("save_id", "kind", "parent", "process_count", "groups", "tables"):
+        for field in _SAME_IN_PARTS:
             want, have = getattr(first, field), getattr(part, field)
             if want != have:
                 raise Damaged(
-                    f"{step}, part of process {part.process}", f"{field} {want}", f"{have}"
+                    f"{step}, part of process {part.process}",
+                    f"{field} as in the part of process 0: {_shortened(want)}",
+                    _shortened(have),
                 )
 
 
-def _parent_problem(save: SaveInfo, by_dir: Mapping[str, SaveInfo], length: int) -> str | None:
-    """What is wrong with the link from a save to its parent, None where nothing is."""
-    ref = save.parent
-    if save.kind == "base":
-        return f"the base {save.save_id} names a parent, {ref}"
-    if ref is None:
-        return f"the delta {save.save_id} names no parent"
-    parent = by_dir.get(ref.step_dir)
-    if parent is None:
-        return f"parent {ref.save_id.step} (save id {ref.save_id}) is missing"
-    if parent.save_id != ref.save_id:
+def _shortened(value: object) -> str:
+    """A value for an error message: the tables of a large model would fill pages."""
+    text = str(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveInfo], str | None]:
+    """The chain of a save, newest first, as far as it is whole, and what is wrong where it ends.
+
+    Steps descend along a chain, so the walk ends.
+    """
+    chain = [target]
+    while True:
+        save = chain[-1]
+        problem = _own_problem(save) or _parent_problem(save, by_dir)
+        if problem is not None or save.parent is None:
+            return chain, problem
+        chain.append(by_dir[save.parent.step_dir])
+
+
+def _own_problem(save: SaveInfo) -> str | None:
+    """What is wrong with a save by itself."""
+    if save.step_dir.isdecimal() and int(save.step_dir) != save.save_id.step:
         return (
-            f"parent {ref.save_id.step}: expected save id {ref.save_id}, found "
-            f"{parent.save_id} in {ref.step_dir}"
+            f"directory {save.step_dir}: expected a save of step {int(save.step_dir)}, found "
+            f"save id {save.save_id}: it was renamed or copied by hand"
         )
-    if parent.save_id.step >= save.save_id.step or length > len(by_dir):
-        return f"parent {ref.save_id.step} is not older than step {save.save_id.step}"
+    if save.kind == "base" and save.parent is not None:
+        return f"save id {save.save_id}: expected a base without a parent, found {save.parent}"
+    if save.kind == "delta" and save.parent is None:
+        return f"save id {save.save_id}: expected a delta with a parent, found none"
     return None
 
 
-def _newest_intact(by_dir: Mapping[str, SaveInfo], target: SaveInfo) -> str:
-    def intact(save: SaveInfo, length: int = 1) -> bool:
-        if save.kind == "base" and save.parent is None:
-            return True
-        if _parent_problem(save, by_dir, length) is not None or save.parent is None:
-            return False
-        return intact(by_dir[save.parent.step_dir], length + 1)
+def _parent_problem(save: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> str | None:
+    """What is wrong with the link from a save to its parent, None where nothing is."""
+    ref = save.parent
+    if ref is None:
+        return None
+    parent = by_dir.get(ref.step_dir)
+    if parent is None:
+        return f"parent {ref.step_dir} (save id {ref.save_id}) is missing"
+    if parent.save_id != ref.save_id:
+        return (
+            f"parent {ref.step_dir}: expected save id {ref.save_id}, found save id {parent.save_id}"
+        )
+    if parent.save_id.step >= save.save_id.step:
+        return (
+            f"parent {ref.step_dir}: expected a step below {save.save_id.step}, found save id "
+            f"{parent.save_id}"
+        )
+    return None
 
-    steps = [save.save_id.step for save in by_dir.values() if save is not target and intact(save)]
-    return str(max(steps)) if steps else "none of those read"
+
+def _newest_intact(by_dir: Mapping[str, SaveInfo], target: SaveInfo) -> int | None:
+    """The newest step but ``target`` whose chain reaches a base."""
+    candidates = sorted(by_dir.values(), key=lambda save: save.save_id.step, reverse=True)
+    for save in candidates:
+        if save.step_dir != target.step_dir and _walk(save, by_dir)[1] is None:
+            return save.save_id.step
+    return None

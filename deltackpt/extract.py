@@ -14,6 +14,7 @@ overlaps the next steps, which may donate the tables because the gather came fir
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from deltackpt.staging import Staging
 from deltackpt.tables import Layout
 
 _SMALLEST_BUCKET = 1024
+#: Fewer rows are not worth a thread.
+_LEAST_SHARE = 4096
 
 
 @dataclasses.dataclass(eq=False)
@@ -145,19 +148,44 @@ class SegmentSource:
         }
         return dataclasses.replace(self, fields=fields)
 
-    def copied(self, staging: Staging) -> RowBlock:
-        """The rows in staging memory: independent of the training state."""
-        fields = {}
+    def copied(self, staging: Staging) -> Copying:
+        """The rows on their way into staging memory, copied by its threads.
+
+        numpy copies without the interpreter's lock, so that the training thread goes on to
+        start Orbax's part of the save meanwhile.
+        """
+        fields, futures = {}, []
         for name, source in self.fields.items():
             out = staging.take((len(self.rows), *source.trailing), source.dtype)
-            source.gather(self.rows, out)
             fields[name] = out
-        return RowBlock(self.group, self.rows, self.columns, fields)
+            share = max(_LEAST_SHARE, -(-len(self.rows) // staging.THREADS))
+            for start in range(0, len(self.rows), share):
+                part = slice(start, start + share)
+                futures.append(staging.submit(source.gather, self.rows[part], out[part]))
+        return Copying(RowBlock(self.group, self.rows, self.columns, fields), futures)
 
     def dispatched(self) -> Dispatched:
         """The rows on their way from the devices: independent of the training state."""
         fields = {name: source.dispatch(self.rows) for name, source in self.fields.items()}
         return Dispatched(self.group, self.columns, self.rows, fields)
+
+
+@dataclasses.dataclass(eq=False)
+class Copying:
+    """Rows that threads copy into staging memory; see ``SegmentSource.copied``."""
+
+    block: RowBlock
+    futures: list[concurrent.futures.Future[None]]
+
+    def wait(self) -> None:
+        """Returns when the training state is not read any more."""
+        concurrent.futures.wait(self.futures)
+
+    def landed(self, staging: Staging) -> RowBlock:
+        """Waits for the copies; raises what went wrong in them."""
+        for future in self.futures:
+            future.result()
+        return self.block
 
 
 @dataclasses.dataclass(eq=False)
@@ -171,6 +199,9 @@ class Dispatched:
     columns: tuple[int, int]
     rows: Rows
     fields: dict[str, list[tuple[jax.Array, int]]]
+
+    def wait(self) -> None:
+        """Nothing to wait for: the gather was dispatched before later steps can be."""
 
     def landed(self, staging: Staging) -> RowBlock:
         """Waits for the transfers and puts the rows into staging memory."""

@@ -378,6 +378,7 @@ class CheckpointManager:
             self._lineage.failed(pending.intent.save_id)
             self._orbax.reload()
             raise
+        pending.wait_copied()
         pending.proceed.set()
         if self.options.base_snapshot == "block":
             self._wait_released(pending, step)

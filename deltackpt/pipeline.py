@@ -22,7 +22,7 @@ import numpy as np
 from deltackpt import __about__, blocks, codecs, extract, integrity, layout, manifest
 from deltackpt.blocks import RowBlock
 from deltackpt.errors import OutOfSpace
-from deltackpt.extract import Dispatched, SegmentSource
+from deltackpt.extract import Copying, Dispatched, SegmentSource
 from deltackpt.lineage import Intent, Lineage
 from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
 from deltackpt.staging import Staging
@@ -98,25 +98,33 @@ class PendingSave:
         embeddings: Embeddings,
         intent: Intent,
         segments: Sequence[SegmentSource],
-        copied: Sequence[RowBlock | Dispatched] | None,
+        copied: Sequence[Copying | Dispatched] | None,
         staging: Staging,
         extract_secs: float,
     ):
         """Made by ``snapshot``."""
         self.intent = intent
         self.released = threading.Event()
-        #: ``write`` waits for it: a busy thread beside Orbax's start of its own costs each of
-        #: them a switch interval of the interpreter (measured 45 ms for nine).
+        #: ``write`` waits for it: busy beside the start of Orbax's own threads it would cost
+        #: each of them, and so the training thread, a switch interval of the interpreter.
         self.proceed = threading.Event()
         self.report: SaveReport | None = None
         self._embeddings = embeddings
         self._segments = list(segments)
-        self._copied = None if copied is None else list(copied)
+        self._copied: list[Copying | Dispatched | RowBlock] | None = None
         self._staging = staging
         self._extract_secs = extract_secs
         self._layout = embeddings.split.layout
         if copied is not None:
+            self._copied = list(copied)
             self._segments = [segment.detached() for segment in segments]
+
+    def wait_copied(self) -> None:
+        """Returns when copied rows have left the training state; a held state has not yet."""
+        if self._copied is not None:
+            for block in self._copied:
+                if not isinstance(block, RowBlock):
+                    block.wait()
             self.released.set()
 
     def write(self, item_dir: Path, *, process: int = 0, process_count: int = 1) -> SaveReport:
@@ -255,18 +263,22 @@ class PendingSave:
         files.write_atomic(item_dir / name, manifest.to_bytes(record), fsync=fsync)
 
     def _land(self) -> None:
-        """Waits for rows that are on their way from the devices."""
-        for number, block in enumerate(self._copied or ()):
-            if isinstance(block, Dispatched):
-                assert self._copied is not None
-                self._copied[number] = block.landed(self._staging)
+        """Waits for rows that are on their way from the training state."""
+        self.wait_copied()
+        if self._copied is not None:
+            self._copied = [
+                block if isinstance(block, RowBlock) else block.landed(self._staging)
+                for block in self._copied
+            ]
 
     def _release(self) -> None:
+        self.wait_copied()
+        for block in self._copied or ():
+            held = block.block if isinstance(block, Copying) else block
+            if isinstance(held, RowBlock):
+                for buffer in held.fields.values():
+                    self._staging.give_back(buffer)
         if self._copied is not None:
-            for block in self._copied:
-                if isinstance(block, RowBlock):
-                    for buffer in block.fields.values():
-                        self._staging.give_back(buffer)
             self._copied = []
         self._segments = [segment.detached() for segment in self._segments]
         self.released.set()
@@ -274,6 +286,8 @@ class PendingSave:
 
 def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     """Takes what a save needs from the training state; the blocking half of a save.
+
+    The caller must ``wait_copied()`` before training goes on.
 
     Args:
       embeddings: the state, its touched rows and its lineage.
@@ -299,7 +313,7 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     try:
         whole = intent.since_clock is None
         segments = extract.segment_sources(
-            split.layout, split.fields, _rows_of(embeddings, intent, names), whole=whole
+            split.layout, split.fields, _rows_of(embeddings, intent, names, staging), whole=whole
         )
         nbytes = sum(segment.nbytes for segment in segments)
         _require_room(step_dir.parent, nbytes, step)
@@ -332,14 +346,19 @@ def _itemsize(dtype: str) -> int:
 
 
 def _rows_of(
-    embeddings: Embeddings, intent: Intent, names: Mapping[str, str]
+    embeddings: Embeddings, intent: Intent, names: Mapping[str, str], staging: Staging
 ) -> dict[str, blocks.Rows]:
     if intent.since_clock is None or embeddings.touched is None:
         return {group.name: range(group.rows) for group in embeddings.split.layout.groups}
+    stamps, since = embeddings.touched.stamps, intent.since_clock
+    tables = sorted(embeddings.split.layout.tables, key=lambda table: table.offset)
+    found = [
+        staging.submit(extract.touched_rows, stamps[names[table.name]], since, table.offset)
+        for table in tables
+    ]
     parts: dict[str, list[np.ndarray]] = {g.name: [] for g in embeddings.split.layout.groups}
-    for table in sorted(embeddings.split.layout.tables, key=lambda table: table.offset):
-        stamps = embeddings.touched.stamps[names[table.name]]
-        parts[table.group].append(extract.touched_rows(stamps, intent.since_clock, table.offset))
+    for table, rows in zip(tables, found, strict=True):
+        parts[table.group].append(rows.result())
     return {name: np.concatenate(rows) for name, rows in parts.items()}
 
 

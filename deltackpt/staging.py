@@ -7,7 +7,10 @@ finished save gives back are kept for the next one, up to the budget.
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,10 +18,13 @@ from deltackpt.errors import OptionError
 from deltackpt.storage.files import empty_buffer
 
 _GRAIN_BYTES = 1 << 20
+_T = TypeVar("_T")
 
 
 class Staging:
-    """A bounded pool of host buffers; thread-safe."""
+    """A bounded pool of host buffers, and the threads that fill them; thread-safe."""
+
+    THREADS = 2
 
     def __init__(self, budget_bytes: int):
         """Makes an empty pool.
@@ -32,9 +38,14 @@ class Staging:
         if budget_bytes <= 0:
             raise OptionError(f"staging_bytes: expected a positive size, found {budget_bytes}")
         self.budget_bytes = budget_bytes
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.THREADS, "deltackpt-copy")
         self._lock = threading.Lock()
         self._free: list[np.ndarray] = []
         self._lent: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def submit(self, call: Callable[..., _T], *arguments: Any) -> concurrent.futures.Future[_T]:
+        """Runs a call, a copy into a buffer above all, on one of the threads."""
+        return self._pool.submit(call, *arguments)
 
     def fits(self, nbytes: int) -> bool:
         """Whether buffers of ``nbytes`` in all can be taken now."""

@@ -72,20 +72,21 @@ def init(tables: Mapping[str, Any]) -> TouchState:
       >>> state.stamps["users"].tolist()
       [0, 1, 0, 1]
     """
-    stamps = {}
+    clock, stamps = jnp.zeros((), jnp.int32), {}
+    traced = isinstance(clock, Tracer)
     for name, table in tables.items():
         if fault := paths.table_fault(table):
             raise TrackingError(f"table {name}: {fault}; expected an array of rows")
-        stamps[name] = _zeros(table.shape[0], _row_sharding(table))
-    return TouchState(jnp.zeros((), jnp.int32), stamps)
+        stamps[name] = _zeros(table.shape[:1], _row_sharding(table), traced=traced)
+    return TouchState(clock, stamps)
 
 
 def fresh(state: TouchState) -> TouchState:
     """A TouchState like ``state`` (abstract or not) in which no row was touched yet."""
+    traced = isinstance(jnp.zeros((), jnp.int32), Tracer)
 
     def zeros(leaf: Any) -> jax.Array:
-        sharding = getattr(leaf, "sharding", None)
-        return jnp.zeros(leaf.shape, jnp.int32, device=sharding)
+        return _zeros(leaf.shape, getattr(leaf, "sharding", None), traced=traced)
 
     return jax.tree.map(zeros, state)
 
@@ -438,8 +439,13 @@ def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: Any) -> jax.Arra
     )
 
 
-def _zeros(rows: int, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    return jnp.zeros((rows,), jnp.int32, device=sharding)
+def _zeros(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, *, traced: bool
+) -> jax.Array:
+    """int32 zeros; outside jit nothing is compiled (40 ms for each shape of a new process)."""
+    if traced:
+        return jnp.zeros(shape, jnp.int32, device=sharding)
+    return jax.device_put(np.zeros(shape, np.int32), sharding)
 
 
 def _row_sharding(table: Any) -> jax.sharding.Sharding | None:

@@ -40,6 +40,7 @@ class DeltaHandler(AsyncCheckpointHandler):
         if isinstance(pending, Embeddings):
             step_dir = steps.final_step_dir(item_dir)
             pending = pipeline.snapshot(pending, steps.step_number(step_dir), step_dir)
+            pending.wait_copied()
             pending.proceed.set()
         taken = pending
 

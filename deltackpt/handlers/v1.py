@@ -31,6 +31,7 @@ class DeltaCheckpointableHandler:
         item_dir = Path(directory.path)
         step_dir = steps.final_step_dir(item_dir)
         pending = pipeline.snapshot(checkpointable, steps.step_number(step_dir), step_dir)
+        pending.wait_copied()
         pending.proceed.set()
 
         async def write() -> None:
