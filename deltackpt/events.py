@@ -37,7 +37,7 @@ class SaveEvent:
       extract_secs: copying the touched rows to the host; part of ``blocked_secs``.
       write_secs: encoding the rows and writing the arrays, in the background.
       digest_secs: reading the files back for their digests.
-      total_secs: from the call of ``save()`` until the commit was seen.
+      total_secs: from the call of ``save()`` until the step was committed.
     """
 
     step: int

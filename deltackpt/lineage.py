@@ -105,10 +105,10 @@ class Lineage:
           force_base: take a base whatever the policy says.
         """
         with self._lock:
-            self._settle()
+            seen = self._settle()
             self._attempt += 1
             save_id = SaveId(self._run, step, self._attempt)
-            kind, parent, reason = self._decide(clock, layout, force_base)
+            kind, parent, reason = self._decide(clock, layout, force_base, seen)
             ref = None
             if parent is not None:
                 ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
@@ -130,8 +130,8 @@ class Lineage:
     def next(self, *, clock: int | None, layout: Any, force_base: bool = False) -> Decision:
         """What ``begin`` would decide now, without noting anything."""
         with self._lock:
-            self._settle()
-            kind, parent, reason = self._decide(clock, layout, force_base)
+            seen = self._settle()
+            kind, parent, reason = self._decide(clock, layout, force_base, seen)
             if parent is None:
                 return Decision(kind=kind, parent=None, reason=reason)
             which = "base" if parent is self._anchor else "previous"
@@ -197,20 +197,21 @@ class Lineage:
         self._base_bytes = 0
         self._delta_bytes: list[int] = []
 
-    def _settle(self) -> None:
-        """Promotes the save in flight if it was committed."""
+    def _settle(self) -> _Known | None:
+        """Promotes the save in flight if it was committed: the save that was found to stand."""
         known = self._in_flight
         if known is None or not _stands(known, self._item):
-            return
+            return None
         self._in_flight = None
         self._previous = known
         if known.info.kind == "base":
             self._anchor, self._base_bytes, self._delta_bytes = known, known.info.nbytes, []
         else:
             self._delta_bytes.append(known.info.nbytes)
+        return known
 
     def _decide(
-        self, clock: int | None, layout: Any, force_base: bool
+        self, clock: int | None, layout: Any, force_base: bool, seen: _Known | None
     ) -> tuple[Kind, _Known | None, str]:
         anchor, previous = self._anchor, self._previous
         for applies, reason in (
@@ -240,7 +241,7 @@ class Lineage:
         if decision.kind == "base":
             return "base", None, decision.reason
         parent = anchor if decision.parent == "base" else previous
-        if not _stands(parent, self._item):
+        if parent is not seen and not _stands(parent, self._item):
             return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
         return "delta", parent, decision.reason
 

@@ -116,6 +116,7 @@ class CheckpointManager:
         self._lineage = Lineage(self.options.policy, item=self._item)
         self._staging = Staging(self.options.staging_bytes)
         self._in_flight: _InFlight | None = None
+        self._committed_at = 0.0
         self._due: int | None = None
         self._restored: int | None = None
         self._reports: list[SaveReport] = []
@@ -476,9 +477,13 @@ class CheckpointManager:
             extract_secs=report.extract_secs,
             write_secs=report.write_secs,
             digest_secs=report.digest_secs,
-            total_secs=time.perf_counter() - flight.started,
+            total_secs=self._committed_at - flight.started,
         )
         events.emit(event, self._sinks)
+
+    def _note_commit(self) -> None:
+        """Called by Orbax's thread; the save is reported later, by the next save or wait."""
+        self._committed_at = time.perf_counter()
 
     # The parts of a restore.
 
@@ -595,7 +600,10 @@ class CheckpointManager:
                 ),
                 todelete_subdir=None if options.read_only else self._root.new_trash(),
                 temporary_path_class=commit.temporary_path_class(
-                    fsync=self._fsync, item=self._item, check=self._root.check_lease
+                    fsync=self._fsync,
+                    item=self._item,
+                    check=self._root.check_lease,
+                    committed=self._note_commit,
                 ),
                 save_root_metadata=False,
             ),

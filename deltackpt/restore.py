@@ -21,14 +21,15 @@ import jax
 import numpy as np
 
 from deltackpt import blocks, codecs, layout, merge
-from deltackpt.blocks import RowBlock, Rows
+from deltackpt.blocks import EncodedBlock, Rows
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     RestoreError,
     TemplateMismatch,
 )
-from deltackpt.manifest import ArrayEntry, FieldSpec, Manifest, Segment
+from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
 from deltackpt.merge import Target
+from deltackpt.staging import Staging
 from deltackpt.storage import files, gaps
 from deltackpt.stored import (
     StoredSave,
@@ -43,6 +44,8 @@ from deltackpt.tables import Layout
 Progress = Callable[[int, int], None]
 
 _READERS = 2
+#: Kept for the next piece: fresh memory would cost more than the merge.
+_SCRATCH_BYTES = 128 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,10 +158,11 @@ def restore_tables(
     check_complete(saves[0])
     work = [_pieces(save, targets) for save in saves]
     meter = _Meter(sum(piece.nbytes for pieces in work for piece in pieces), progress)
+    scratch = Staging(_SCRATCH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-read") as pool:
         try:
             for pieces in work:
-                for future in [pool.submit(piece.run, meter) for piece in pieces]:
+                for future in [pool.submit(piece.run, meter, scratch) for piece in pieces]:
                     future.result()
         except RestoreError as error:
             pool.shutdown(cancel_futures=True)
@@ -299,6 +303,7 @@ class _Piece:
     save: StoredSave
     process: int
     segment: Segment
+    group: GroupEntry
     spec: FieldSpec
     rows: Rows
     start: int
@@ -323,13 +328,13 @@ class _Piece:
             for entry in self.stored.values()
         )
 
-    def run(self, meter: _Meter) -> None:
-        """Reads, decodes and merges the piece."""
+    def run(self, meter: _Meter, scratch: Staging) -> None:
+        """Reads, decodes and merges the piece; what is read on the way is in ``scratch``."""
         direct = self._direct_target()
         if direct is not None:
-            self._read("", direct.view(codecs.stored_dtype(direct.dtype)))
+            self._read(self.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
         else:
-            self._merge()
+            self._merge(scratch)
         meter.add(self.nbytes)
 
     def _direct_target(self) -> np.ndarray | None:
@@ -344,23 +349,20 @@ class _Piece:
                 return view if view.shape[1:] == width else None
         return None
 
-    def _merge(self) -> None:
-        codec = codecs.get(self.spec.codec)
-        found = {}
-        for suffix, entry in self.stored.items():
-            shape = (self.stop - self.start, *entry.shape[1:])
-            found[suffix] = np.empty(shape, np.dtype(entry.dtype))
-            self._read(suffix, found[suffix])
-        trailing = self.stored[""].shape[1:] if codec.name == "raw" else self.spec.trailing
-        values = np.empty((self.stop - self.start, *trailing), codecs.dtype_of(self.spec.dtype))
-        codec.decode(found, values)
-        block = RowBlock(
-            self.segment.group, self.rows, self.segment.columns, {self.spec.name: values}
-        )
-        merge.apply(block, self.targets)
+    def _merge(self, scratch: Staging) -> None:
+        found: dict[str, np.ndarray] = {}
+        try:
+            for entry in self.stored.values():
+                shape = (self.stop - self.start, *entry.shape[1:])
+                found[entry.name] = scratch.take(shape, np.dtype(entry.dtype))
+                self._read(entry, found[entry.name])
+            block = EncodedBlock(self.segment.group, self.rows, self.segment.columns, found)
+            merge.apply_encoded(block, self.group, self.targets)
+        finally:
+            for buffer in found.values():
+                scratch.give_back(buffer)
 
-    def _read(self, suffix: str, out: np.ndarray) -> None:
-        entry = self.stored[suffix]
+    def _read(self, entry: ArrayEntry, out: np.ndarray) -> None:
         self.save.read_array(self.process, self.segment, entry, self.start, self.stop, out)
 
 
@@ -397,6 +399,7 @@ def _segment_pieces(
                     save,
                     record.process,
                     segment,
+                    record.group_by_name[segment.group],
                     spec,
                     rows[start:end],
                     position,

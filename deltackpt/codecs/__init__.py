@@ -4,7 +4,7 @@
 Decode arithmetic is normative: see ``docs/format.md``.
 """
 
-from deltackpt.codecs.codec import Codec, decode_block, encode_block, get
+from deltackpt.codecs.codec import Codec, decode_block, get
 from deltackpt.codecs.dtypes import dtype_of, stored_dtype
 
-__all__ = ["Codec", "decode_block", "dtype_of", "encode_block", "get", "stored_dtype"]
+__all__ = ["Codec", "decode_block", "dtype_of", "get", "stored_dtype"]

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import ml_dtypes
 import numpy as np
 
-from deltackpt.blocks import EncodedBlock, RowBlock
+from deltackpt.blocks import VALUES, EncodedBlock, RowBlock
 from deltackpt.codecs.dtypes import dtype_of, stored_dtype
 from deltackpt.errors import OptionError
 from deltackpt.manifest import GroupEntry
@@ -24,7 +24,7 @@ class Codec(Protocol):
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
-    #: Whether ``encode`` gives views of its argument, so that any amount may be encoded at once.
+    #: Whether the stored bits are the values' own: ``encode`` and ``decode`` are views.
     zero_copy: ClassVar[bool]
 
     def stored(
@@ -117,18 +117,8 @@ def get(name: str) -> Codec:
         ) from None
 
 
-def encode_block(block: RowBlock, codecs: Mapping[str, str]) -> EncodedBlock:
-    """Encodes all fields of a block; ``codecs`` maps field to codec name."""
-    arrays = {
-        f"{field}.{suffix}" if suffix else field: array
-        for field, values in block.fields.items()
-        for suffix, array in get(codecs[field]).encode(values).items()
-    }
-    return EncodedBlock(block.group, block.rows, block.columns, arrays)
-
-
 def decode_block(encoded: EncodedBlock, group: GroupEntry) -> RowBlock:
-    """Decodes all fields of a block, as the group describes them."""
+    """Decodes the fields of a block, as the group describes them; views where no bit changes."""
     fields = {}
     for spec in group.fields:
         if spec.name not in encoded.arrays:
@@ -139,6 +129,12 @@ def decode_block(encoded: EncodedBlock, group: GroupEntry) -> RowBlock:
             for suffix in codec.stored(spec.trailing, dtype)
         }
         arrays = {suffix: encoded.arrays[name] for suffix, name in names.items()}
-        fields[spec.name] = np.empty((len(encoded.rows), *spec.trailing), dtype)
+        if codec.zero_copy:
+            fields[spec.name] = arrays[""].view(dtype)
+            continue
+        trailing = spec.trailing
+        if spec.name == VALUES and trailing:
+            trailing = (encoded.columns[1] - encoded.columns[0], *trailing[1:])
+        fields[spec.name] = np.empty((len(encoded.rows), *trailing), dtype)
         codec.decode(arrays, fields[spec.name])
     return RowBlock(encoded.group, encoded.rows, encoded.columns, fields)

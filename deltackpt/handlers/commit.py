@@ -25,7 +25,11 @@ from deltackpt.storage import files
 
 
 def temporary_path_class(
-    *, fsync: bool, item: str = layout.EMBEDDINGS_ITEM, check: Callable[[], None] | None = None
+    *,
+    fsync: bool,
+    item: str = layout.EMBEDDINGS_ITEM,
+    check: Callable[[], None] | None = None,
+    committed: Callable[[], None] | None = None,
 ) -> type[AtomicRenameTemporaryPath]:
     """A class for Orbax's ``temporary_path_class`` option.
 
@@ -33,6 +37,7 @@ def temporary_path_class(
       fsync: whether the step survives a power cut once it is committed.
       item: name of our item, whose files its own digests cover.
       check: called before each commit; what it raises prevents the commit.
+      committed: called after each commit.
     """
 
     class DigestedTemporaryPath(AtomicRenameTemporaryPath):
@@ -66,6 +71,8 @@ def temporary_path_class(
             if check is not None:
                 check()
             files.rename(directory, final, fsync=fsync)
+            if committed is not None:
+                committed()
 
     return DigestedTemporaryPath
 
