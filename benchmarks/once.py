@@ -36,6 +36,7 @@ def measure(what: str, way: str, root: Path, *more: str) -> dict[str, Any]:
 
 def restore(way: str, root: Path, template: Any, *, digest: bool) -> dict[str, Any]:
     """Opens the directory and restores its newest step."""
+    ways.settle(template)
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
     started = time.perf_counter()
     manager = ways.WAYS[way](root)

@@ -51,7 +51,7 @@ def measure_saves(root: Path, state: states.State, rounds: int) -> tuple[Figures
                 step += 1
                 state = states.change(state, states.random_ids(state, TOUCHED, step))
                 jax.block_until_ready(state)
-                os.sync()
+                ways.settle(state)
                 started = time.perf_counter()
                 manager.save(step, state, base=kind == "base")
                 blocked = time.perf_counter() - started
@@ -96,7 +96,7 @@ def measure_training(root: Path, state: states.State, rounds: int) -> tuple[Figu
             step += 1
             state = states.change(state, states.random_ids(state, TOUCHED, 1000 + step))
             jax.block_until_ready(state)
-            os.sync()
+            ways.settle(state)
             before, _ = train(QUIET_STEPS.__eq__)
             started = time.perf_counter()
             manager.save(step, state)

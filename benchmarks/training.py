@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import shutil
 import sys
 import tempfile
@@ -58,7 +57,7 @@ class Loop:
     def train(self, way: ways.Way | None, frequency: int) -> float:
         """Seconds of a whole training, from a fresh state to the last save's commit."""
         state = jax.block_until_ready(trainer.init_state(self.sizes, 0))
-        os.sync()
+        ways.settle(state)
         started = time.perf_counter()
         if way is not None:
             way.save(0, state, base=True)

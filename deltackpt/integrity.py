@@ -15,7 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from deltackpt import layout, manifest
 from deltackpt.errors import Damaged, RestoreError, StorageError
-from deltackpt.manifest import Manifest
+from deltackpt.manifest import ArrayEntry, Manifest
 from deltackpt.storage import arrays, files
 
 _MAGIC = "deltackpt.digests"
@@ -72,6 +72,20 @@ def digest_tree(directory: Path, *, skip: Collection[str] = ()) -> Digests:
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-digest") as pool:
         digests = pool.map(lambda name: _digest(directory / name), wanted)
         return Digests(dict(zip(wanted, digests, strict=True)))
+
+
+def chunk_digests(
+    below: str, entry: ArrayEntry, checksums: Mapping[str, int]
+) -> dict[str, tuple[int, int, int]]:
+    """Digests of the chunks that ``storage.arrays.write_array`` wrote, without reading them.
+
+    Args:
+      below: posix path of the array's directory.
+      entry: what the array is.
+      checksums: the chunks' paths below it and CRC32Cs.
+    """
+    length = arrays.chunk_bytes(entry)
+    return {f"{below}/{name}": Digest(length, crc, crc) for name, crc in checksums.items()}
 
 
 def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:

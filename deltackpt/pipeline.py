@@ -23,6 +23,7 @@ from deltackpt import __about__, blocks, codecs, extract, integrity, layout, man
 from deltackpt.blocks import RowBlock
 from deltackpt.errors import OutOfSpace
 from deltackpt.extract import Copying, Dispatched, SegmentSource
+from deltackpt.integrity import Digests
 from deltackpt.lineage import Intent, Lineage
 from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
 from deltackpt.staging import Staging
@@ -142,9 +143,9 @@ class PendingSave:
         started = time.perf_counter()
         try:
             self._land()
-            stored = self._write_segments(item_dir, process)
+            stored, chunks = self._write_segments(item_dir, process)
             written = time.perf_counter()
-            self._finish(item_dir, stored, process, process_count)
+            self._finish(item_dir, stored, chunks, process, process_count)
         finally:
             self._release()
         nbytes = sum(path.stat().st_size for path in item_dir.rglob("*") if path.is_file())
@@ -170,17 +171,19 @@ class PendingSave:
     def _is_main(self, segment: SegmentSource) -> bool:
         return blocks.VALUES in segment.fields and segment.columns[0] == 0
 
-    def _write_segments(self, item_dir: Path, process: int) -> list[Segment]:
-        fsync = self._embeddings.options.fsync
+    def _write_segments(
+        self, item_dir: Path, process: int
+    ) -> tuple[list[Segment], dict[str, tuple[int, int, int]]]:
+        """What was written, and the digests of its chunks."""
         groups = {group.name: group for group in self._layout.groups}
-        jobs: list[Callable[[], object]] = []
+        jobs = []
         stored = []
         for number, source in enumerate(self._segments):
             name = f"{source.group}.{number}"
             entries, writes = self._plan_segment(number, source, groups[source.group])
             for entry, pieces in writes:
                 directory = layout.array_dir(item_dir, process, name, entry.name)
-                jobs.append(functools.partial(_write_job, directory, entry, pieces, fsync=fsync))
+                jobs.append((item_dir, directory, entry, pieces))
             stored.append(
                 Segment(
                     name=name,
@@ -192,10 +195,23 @@ class PendingSave:
                     arrays=tuple(entries),
                 )
             )
+        chunks: dict[str, tuple[int, int, int]] = {}
         with concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool:
-            for future in [pool.submit(job) for job in jobs]:
-                future.result()
-        return stored
+            for future in [pool.submit(self._write_array, *job) for job in jobs]:
+                chunks |= future.result()
+        return stored, chunks
+
+    def _write_array(
+        self,
+        item_dir: Path,
+        directory: Path,
+        entry: ArrayEntry,
+        pieces: Callable[[], Iterator[np.ndarray]],
+    ) -> dict[str, tuple[int, int, int]]:
+        fsync = self._embeddings.options.fsync
+        checksums = arrays.write_array(directory, entry, pieces(), fsync=fsync)
+        below = directory.relative_to(item_dir).as_posix()
+        return integrity.chunk_digests(below, entry, checksums)
 
     def _plan_segment(
         self, number: int, source: SegmentSource, group: GroupEntry
@@ -236,10 +252,16 @@ class PendingSave:
             yield codec.encode(piece)[suffix]
 
     def _finish(
-        self, item_dir: Path, stored: list[Segment], process: int, process_count: int
+        self,
+        item_dir: Path,
+        stored: list[Segment],
+        chunks: Mapping[str, tuple[int, int, int]],
+        process: int,
+        process_count: int,
     ) -> None:
         fsync = self._embeddings.options.fsync
-        digests = integrity.digest_tree(item_dir)
+        others = integrity.digest_tree(item_dir, skip=chunks.keys())
+        digests = Digests({**others.files, **chunks})
         digests_crc32c = integrity.write_digests(
             item_dir / layout.digests_name(process), digests, fsync=fsync
         )
@@ -374,13 +396,3 @@ def _require_room(root: Path, nbytes: int, step: int) -> None:
 
 def _ranges(rows: blocks.Rows) -> tuple[tuple[int, int], ...] | None:
     return ((rows.start, rows.stop),) if isinstance(rows, range) else None
-
-
-def _write_job(
-    directory: Path,
-    entry: ArrayEntry,
-    pieces: Callable[[], Iterator[np.ndarray]],
-    *,
-    fsync: bool,
-) -> None:
-    arrays.write_array(directory, entry, pieces(), fsync=fsync)
