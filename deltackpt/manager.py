@@ -237,7 +237,10 @@ class CheckpointManager:
             self._check_usable()
             self._settle_quietly()
             skipped: list[tuple[int, RestoreError]] = []
-            for step in reversed(self.all_steps()):
+            # Listed anew each time: beside a trainer, a step that goes while it is read has a
+            # successor.
+            while untried := set(self.all_steps()) - {step for step, _ in skipped}:
+                step = max(untried)
                 try:
                     result = self._restore(step, abstract_state, None, items, progress)
                 except (TemplateMismatch, FormatTooNew):

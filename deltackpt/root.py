@@ -218,7 +218,8 @@ class Root:
             return
         for name in _listing(self.path):
             if _LEFTOVER.fullmatch(name):
-                self._trash(self.path / name)
+                # Never committed, so nobody reads it; removing it in place works on a full disk.
+                files.remove_tree(self.path / name)
         self.empty_trash()
         for emptied in self.path.glob(f"{layout.TRASH}/*"):
             files.remove_tree(emptied)
@@ -268,12 +269,6 @@ class Root:
                 file.write(manifest.to_bytes(self._lease, _MAGIC))
                 file.flush()
                 os.fsync(file.fileno())
-
-    def _trash(self, entry: Path) -> None:
-        trash = self.path / self.new_trash()
-        with files.typed_errors(trash, "make a directory"):
-            trash.mkdir(parents=True)
-        files.rename(entry, trash / entry.name, fsync=False)
 
 
 def _listing(path: Path) -> list[str]:

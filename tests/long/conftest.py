@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the long loops share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import harness
+import pytest
+
+
+@pytest.fixture(scope="session")
+def trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
+    """The fork server."""
+    server = harness.Trainees(tmp_path_factory.mktemp("trainees"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def second_trainees(tmp_path) -> Iterator[harness.Trainees]:
+    """A fork server of its own, for a process beside another."""
+    server = harness.Trainees(tmp_path)
+    yield server
+    server.close()

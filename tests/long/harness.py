@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives training processes that are killed, starved or cut off; see ``trainee.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+#: A training process that says nothing for so long hangs.
+SILENCE_SECS = 120
+
+
+@dataclasses.dataclass
+class Ended:
+    """A training process that ended.
+
+    Attributes:
+      status: its exit code, negative for a signal.
+      notes: what it noted, in order.
+      calls: the I/O calls below the root that it entered, by number: (call, path below the root).
+    """
+
+    status: int
+    notes: list[dict[str, Any]]
+    calls: dict[int, tuple[str, str]]
+
+    def noted(self, kind: str) -> list[dict[str, Any]]:
+        """The notes of one kind."""
+        return [note for note in self.notes if note["note"] == kind]
+
+    def last(self, kind: str, field: str) -> Any:
+        """A field of the last note of a kind, None without any."""
+        found = self.noted(kind)
+        return found[-1][field] if found else None
+
+
+class Trainees:
+    """A fork server of training processes, one at a time."""
+
+    def __init__(self, directory: Path):
+        """Starts the server.
+
+        Args:
+          directory: where the I/O shim is built, and where logs go.
+        """
+        self.directory = directory
+        self._diagnosis = directory / "diagnosis.txt"
+        self._numbers = itertools.count()
+        environment = {**os.environ, "LD_PRELOAD": str(_shim(directory)), "JAX_PLATFORMS": "cpu"}
+        environment["XLA_FLAGS"] = ""
+        self._server = subprocess.Popen(
+            [sys.executable, str(HERE / "trainee.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def run(self, task: str, root: Path, **what: Any) -> Ended:
+        """Runs a task in a process of its own until it ends."""
+        running = self.start(task, root, **what)
+        for _ in running:
+            pass
+        return running.ended()
+
+    def start(self, task: str, root: Path, **what: Any) -> Running:
+        """Starts a task in a process of its own."""
+        log = self.directory / f"calls.{next(self._numbers)}.txt"
+        log.touch()
+        line = {
+            "task": task,
+            "root": str(root),
+            "log": str(log),
+            "diagnosis": str(self._diagnosis),
+            **what,
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(line) + "\n")
+        self._server.stdin.flush()
+        return Running(self, log)
+
+    def next_note(self) -> dict[str, Any]:
+        """Waits for the next note."""
+        try:
+            return json.loads(self._lines.get(timeout=SILENCE_SECS))
+        except queue.Empty:
+            pytest.fail(f"a training process hangs\n{self.diagnosis()}")
+
+    def diagnosis(self) -> str:
+        """The end of what the processes wrote to stderr."""
+        return self._diagnosis.read_text()[-4000:] if self._diagnosis.exists() else ""
+
+    def close(self) -> None:
+        """Ends the server."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        try:
+            self._server.wait(SILENCE_SECS)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self._server.stdout is not None
+        with self._server.stdout as stdout:
+            for line in stdout:
+                self._lines.put(line)
+
+
+class Running:
+    """A training process; iterating gives its notes as they come, until it ends."""
+
+    def __init__(self, trainees: Trainees, log: Path):
+        self._trainees = trainees
+        self._log = log
+        self._notes: list[dict[str, Any]] = []
+        self._status: int | None = None
+        self.pid: int = trainees.next_note()["pid"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self._status is None:
+            note = self._trainees.next_note()
+            if note["note"] == "ended":
+                self._status = note["status"]
+            else:
+                self._notes.append(note)
+                yield note
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def ended(self) -> Ended:
+        """What is known once it has ended."""
+        assert self._status is not None
+        calls = {}
+        for line in self._log.read_text().splitlines():
+            number, call, *path = line.split(" ", 2)
+            calls[int(number)] = (call, path[0] if path else "")
+        self._log.unlink()
+        return Ended(self._status, self._notes, calls)
+
+
+def phase(call: str, path: str) -> str:
+    """What a save, a start or a removal was about when it entered an I/O call.
+
+    Args:
+      call: the call, as the shim names it.
+      path: its path below the root, that of the new name for a rename.
+    """
+    top, _, below = path.lstrip("/").partition("/")
+    if top.startswith("deleted"):
+        return "removal: rename into the trash" if call == "rename" else "removal: collection"
+    if top.startswith((".lease", "lease")) or not top:
+        return "start: lease" if top else "commit: rename, fsync of the directory"
+    if not below and call == "rename" and top.isdecimal():
+        return "commit: rename, fsync of the directory"
+    if top.isdecimal():
+        return "removal: collection"
+    item, _, inner = below.partition("/")
+    if not below:
+        return "step: temporary directory" if call == "mkdir" else "commit: fsync of the step"
+    if call == "fsync" and ".orbax" not in item and not item.startswith("."):
+        return "commit: fsync of the step"
+    if item.startswith("embeddings"):
+        if inner.startswith("part."):
+            return "tables: touched rows" if "rows.gaps" in inner else "tables: values and slots"
+        return "tables: manifest and digests"
+    if item.startswith("dense"):
+        return "dense leaves"
+    if "digests.step" in item:
+        return "commit: digests of the step"
+    return "step: Orbax's metadata"
+
+
+PHASES = (
+    "start: lease",
+    "step: temporary directory",
+    "step: Orbax's metadata",
+    "tables: touched rows",
+    "tables: values and slots",
+    "tables: manifest and digests",
+    "dense leaves",
+    "commit: digests of the step",
+    "commit: fsync of the step",
+    "commit: rename, fsync of the directory",
+    "removal: rename into the trash",
+    "removal: collection",
+)
+
+
+#: What the shim's lines of the phases that are hardest to hit by chance contain.
+MATCHES = {
+    "start: lease": "lease.",
+    "step: temporary directory": "mkdir",
+    "commit: digests of the step": "digests.step",
+    "commit: rename, fsync of the directory": "fsync \n",
+    "removal: rename into the trash": "rename /deleted",
+}
+
+
+def steps_in(root: Path) -> list[int]:
+    """The committed steps, as anybody sees them."""
+    return sorted(int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal())
+
+
+def newest(root: Path) -> int:
+    """The newest committed step, 0 without any."""
+    return max(steps_in(root), default=0)
+
+
+def _shim(directory: Path) -> Path:
+    """Builds ``io_faults.c``."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is needed to build the I/O shim")
+    built = directory / "io_faults.so"
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(built),
+        str(HERE / "io_faults.c"),
+        "-ldl",
+    ]
+    subprocess.run(command, check=True)
+    ctypes.CDLL(str(built))
+    return built

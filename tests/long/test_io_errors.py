@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A full disk and a failing one, from any I/O call on: the process lives and loses nothing."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import random
+
+import harness
+import pytest
+import trainee
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+FAULTS = 60
+SAVES = 5
+
+
+@pytest.mark.parametrize(
+    ("action", "number"),
+    [
+        (trainee.FAIL_ONCE, errno.EIO),
+        (trainee.FAIL_ONCE, errno.ENOSPC),
+        (trainee.FAIL_FROM, errno.ENOSPC),
+    ],
+    ids=["one EIO", "one ENOSPC", "ENOSPC until space is freed"],
+)
+def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
+    trainees, tmp_path, capsys, action, number
+):
+    rehearsal = trainees.run("suffer", tmp_path / "rehearsal", saves=SAVES)
+    assert rehearsal.status == 0, trainees.diagnosis()
+    random_ = random.Random(number)
+    calls = len(rehearsal.calls)
+    outcomes: collections.Counter[str] = collections.Counter()
+    for fault in range(FAULTS):
+        # One from each stretch of the calls.
+        at = random_.randrange(calls * fault // FAULTS, calls * (fault + 1) // FAULTS) + 1
+        root = tmp_path / f"root{fault}"
+        ended = trainees.run("suffer", root, saves=SAVES, action=action, at=at, errno=number)
+        where = ended.calls.get(at)
+        assert ended.status == 0, (where, ended.notes, trainees.diagnosis())
+        refused = ended.noted("refused")
+        outcomes[", ".join(note["error"] for note in refused) or "nothing to report"] += 1
+        for note in refused:
+            assert note["text"].strip(), where
+        # A step whose very last fsync failed is there, and was not promised.
+        assert ended.last("restored", "step") >= ended.last("committed", "step"), (where, ended)
+        assert ended.last("restored", "wrong") is None, (where, ended.notes)
+        assert harness.newest(root) == ended.last("restored", "step")
+    with capsys.disabled():
+        print(f"\n{FAULTS} faults over {calls} calls:")
+        for name, count in outcomes.most_common():
+            print(f"  {count:4d} {name}")
