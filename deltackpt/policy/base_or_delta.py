@@ -97,10 +97,11 @@ class Consecutive(_Bounded):
 
     def decide(self, history: History) -> Decision:
         """See ``BaseOrDelta``."""
+        number = history.chain_length + 1
         return self._bound(history, history.chain_length, history.chain_bytes) or Decision(
             kind="delta",
             parent="previous",
-            reason=f"delta {history.chain_length + 1} of at most {self.max_chain} in the chain",
+            reason=f"delta: number {number} of at most {self.max_chain} in the chain",
         )
 
 
@@ -112,7 +113,7 @@ class OneShot(_Bounded):
         """See ``BaseOrDelta``."""
         return self._bound(
             history, history.anchor_chain_length, _anchor_bytes(history)
-        ) or _since_base("one-shot: all rows touched since the base", history)
+        ) or _since_base("all rows touched since the base", history)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ class Intermittent(_Bounded):
             spent, ahead = 1 + sum(sizes), (len(sizes) + 1) * sizes[-1]
             if spent <= ahead:
                 return _base(f"1 + S_1 + ... + S_i = {spent:.3f} <= (i + 1) * S_i = {ahead:.3f}")
-        return _since_base("intermittent: a new base would not pay yet", history)
+        return _since_base("a new base would not pay yet", history)
 
 
 def _anchor_bytes(history: History) -> int:
@@ -146,7 +147,7 @@ def _base(reason: str) -> Decision:
 
 
 def _since_base(reason: str, history: History) -> Decision:
-    last = history.delta_bytes[-1] / max(1, history.base_bytes) if history.delta_bytes else 0.0
-    return Decision(
-        kind="delta", parent="base", reason=f"{reason} (the last delta was {last:.3f} of a base)"
-    )
+    if history.delta_bytes:
+        last = history.delta_bytes[-1] / max(1, history.base_bytes)
+        reason += f" (the last delta was {last:.3f} of a base)"
+    return Decision(kind="delta", parent="base", reason=f"delta: {reason}")

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager as a training loop uses it: when it saves, what it says, what it gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import deltackpt
+from deltackpt.errors import (
+    ClosedError,
+    OptionError,
+    SaveFailed,
+    TemplateMismatch,
+    WaitTimeout,
+)
+from deltackpt.options import Timeouts
+from deltackpt.storage import arrays
+
+TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
+
+
+def manager(root: Path, handlers=None, sinks=(), **options) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": TABLES, **(handlers or {})},
+        options=deltackpt.ManagerOptions(**options),
+        sinks=sinks,
+    )
+
+
+@pytest.fixture
+def start() -> tuple[dict, deltackpt.TouchState]:
+    """A state and its TouchState."""
+    state = model.initial()
+    return state, model.new_touched(state)
+
+
+@contextmanager
+def held_up() -> Iterator[threading.Event]:
+    """Writes wait until the event is set."""
+    go_on = threading.Event()
+    real = arrays.write_array
+
+    def write(*arguments, **options):
+        assert go_on.wait(60)
+        return real(*arguments, **options)
+
+    with mock.patch.object(arrays, "write_array", write):
+        yield go_on
+        go_on.set()
+
+
+# When a save is asked for while another is in flight.
+
+
+def test_a_busy_writer_is_waited_for_by_default(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver, held_up() as go_on:
+        saver.save(1, state, touched=marks)
+        threading.Timer(0.2, go_on.set).start()
+        state, marks = model.train(state, marks, 1)
+        assert saver.save(2, state, touched=marks).kind == "delta"
+        assert [report.intent.save_id.step for report in saver.wait()] == [1, 2]
+
+
+def test_a_skipped_save_loses_no_row(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path, when_busy="skip") as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        state, marks = model.train(state, marks, 1)
+        with held_up() as go_on:
+            saver.save(2, state, touched=marks)
+            state, marks = model.train(state, marks, 2)
+            skipped = saver.save(3, state, touched=marks)
+            assert skipped.kind is None and "step 2 is still being saved" in skipped.reason
+            assert saver.save_if_due(4, state, touched=marks) is None
+            go_on.set()
+            saver.wait()
+        assert saver.save(5, state, touched=marks).kind == "delta"
+        saver.wait()
+        assert saver.all_steps() == [1, 2, 5]
+        model.assert_same(saver.restore_latest(state).state, state)
+
+
+def test_a_coalesced_save_is_taken_when_the_writer_is_free(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path, when_busy="coalesce") as saver:
+        with held_up() as go_on:
+            saver.save(1, state, touched=marks)
+            state, marks = model.train(state, marks, 1)
+            assert saver.save(2, state, touched=marks).kind is None
+            assert saver.save_if_due(3, state, touched=marks) is None
+            go_on.set()
+            saver.wait()
+        state, marks = model.train(state, marks, 2)
+        taken = saver.save_if_due(4, state, touched=marks)
+        assert taken is not None and taken.kind == "delta"
+        assert saver.save_if_due(5, state, touched=marks) is None
+        saver.wait()
+        assert saver.all_steps() == [1, 4]
+        model.assert_same(saver.restore_latest(state).state, state)
+
+
+def test_a_preempted_step_is_durable_when_the_call_returns(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path, when_busy="skip") as saver:
+        saver.save(1, state, touched=marks)
+        state, marks = model.train(state, marks, 1)
+        with mock.patch.object(saver, "reached_preemption", return_value=True):
+            saved = saver.save_if_due(2, state, touched=marks)
+        assert saved is not None and saved.kind == "delta"
+        assert saver.latest_step() == 2
+        assert saver.save_if_due(3, state, touched=marks) is None
+
+
+def test_a_wait_has_a_limit_and_the_save_goes_on(tmp_path, start):
+    state, marks = start
+    limits = Timeouts(save_secs=0.2, close_secs=0.2)
+    saver = manager(tmp_path, timeouts=limits)
+    with held_up() as go_on:
+        saver.save(1, state, touched=marks)
+        with pytest.raises(WaitTimeout, match="timeouts"):
+            saver.wait()
+        go_on.set()
+        while saver.latest_step() != 1:
+            threading.Event().wait(0.01)
+    saver.close()
+
+
+# What a save is, and why.
+
+
+def test_every_policy_states_its_reason_and_restores_exactly(tmp_path, start):
+    for policy in (
+        deltackpt.OneShot(max_chain=3),
+        deltackpt.Consecutive(max_chain=3),
+        deltackpt.Intermittent(max_chain=3),
+    ):
+        state, marks = start
+        root = tmp_path / type(policy).__name__
+        with manager(root, policy=policy) as saver:
+            for step in range(1, 8):
+                decided = saver.next_save(state, touched=marks)
+                saved = saver.save(step, state, touched=marks)
+                assert (saved.kind, saved.reason) == (decided.kind, decided.reason)
+                assert saved.reason.startswith(saved.kind)
+                saver.wait()
+                last = state
+                state, marks = model.train(state, marks, step)
+            found = saver.restore_latest(last)
+            assert len(found.chain) <= 4
+            if isinstance(policy, deltackpt.OneShot):
+                assert len(found.chain) <= 2
+            model.assert_same(found.state, last)
+
+
+def test_a_base_can_be_forced(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        saved = saver.save(2, state, touched=marks, force_base=True)
+        assert saved.kind == "base" and "caller" in saved.reason
+        saver.wait()
+        assert saver.restore_latest(state).chain == (2,)
+
+
+def test_without_tracking_each_save_is_a_base_that_says_so(tmp_path, start):
+    state, _ = start
+    with manager(tmp_path) as saver:
+        for step in (1, 2):
+            saved = saver.save(step, state)
+            assert saved.kind == "base" and "TouchState" in saved.reason
+
+
+def test_events_tell_every_save_and_restore(tmp_path, start):
+    state, marks = start
+    told = []
+
+    class Listener:
+        def receive(self, event) -> None:
+            told.append(event)
+
+    with manager(tmp_path, sinks=(Listener(),)) as saver:
+        saver.save(1, state, touched=marks)
+        state, marks = model.train(state, marks, 1)
+        saver.save(2, state, touched=marks)
+        saver.wait()
+        saver.restore_latest(state)
+    base, delta, restored = told
+    assert (base.kind, delta.kind) == ("base", "delta")
+    assert delta.rows < base.rows == base.total_rows
+    assert delta.bytes_written < base.bytes_written
+    assert 0 < delta.blocked_secs <= delta.total_secs
+    assert restored.chain == (1, 2) and restored.bytes_read > 0
+
+
+@pytest.mark.parametrize("snapshot", ["hold", "block"])
+def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, start, snapshot):
+    state, marks = start
+    move = jax.jit(
+        lambda tables: {name: table * 2 for name, table in tables.items()}, donate_argnums=0
+    )
+    expected = {name: np.array(table) for name, table in state["tables"].items()}
+    with manager(tmp_path, base_snapshot=snapshot) as saver:
+        with held_up() as go_on:
+            if snapshot == "block":
+                go_on.set()
+            saver.save(1, state, touched=marks)
+            moved = {**state, "tables": move(state["tables"])}
+            jax.block_until_ready(moved["tables"])
+            go_on.set()
+            saver.wait()
+        found = saver.restore_latest(moved)
+    for name, table in expected.items():
+        assert np.asarray(found.state["tables"][name]).tobytes() == table.tobytes()
+
+
+def test_a_numpy_table_that_changes_while_it_is_written_is_not_committed(tmp_path):
+    table = np.ones((1000, 8), np.float32)
+    tables = deltackpt.Tables(select="t")
+    real = arrays._chunk_crc32c
+
+    def then_change(entry, rows):
+        crc = real(entry, rows)
+        table[...] = 7
+        return crc
+
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+        with mock.patch.object(arrays, "_chunk_crc32c", then_change):
+            saver.save(1, {"t": table})
+            with pytest.raises(SaveFailed, match="changed while they were written"):
+                saver.wait()
+        assert saver.all_steps() == []
+
+
+# Further items, retention and metrics.
+
+
+def test_items_of_orbax_ride_along(tmp_path, start):
+    state, marks = start
+    handlers = {"notes": ocp.JsonCheckpointHandler()}
+    with manager(tmp_path, handlers) as saver:
+        for step in (1, 2):
+            items = {"notes": ocp.args.JsonSave({"epoch": step})}
+            saver.save(step, state, touched=marks, items=items)
+        saver.wait()
+        found = saver.restore_latest(state, items={"notes": ocp.args.JsonRestore()})
+        assert found.items == {"notes": {"epoch": 2}}
+        assert saver.restore(1, state).items == {}
+
+
+def test_a_grain_iterator_rides_along_and_goes_on_where_it_was(tmp_path, start):
+    grain = pytest.importorskip("grain")
+    state, marks = start
+
+    def batches():
+        return iter(grain.MapDataset.range(100).to_iter_dataset())
+
+    handlers = {"iterator": grain.checkpoint.CheckpointHandler()}
+    with manager(tmp_path, handlers) as saver:
+        iterator = batches()
+        seen = [next(iterator) for _ in range(5)]
+        items = {"iterator": grain.checkpoint.CheckpointSave(iterator)}
+        saver.save(1, state, touched=marks, items=items)
+        saver.wait()
+        again = batches()
+        items = {"iterator": grain.checkpoint.CheckpointRestore(again)}
+        saver.restore_latest(state, items=items)
+    assert seen == list(range(5))
+    assert next(again) == 5
+
+
+def test_orbax_policies_and_metrics_decide_what_stays(tmp_path, start):
+    policies = ocp.checkpoint_managers
+    state, marks = start
+    best = policies.BestN(get_metric_fn=lambda metrics: metrics["auc"], n=1)
+    with manager(tmp_path, retention=best, policy=deltackpt.OneShot(max_chain=1)) as saver:
+        for step, auc in ((1, 0.5), (2, 0.9), (3, 0.6), (4, 0.7), (5, 0.65)):
+            saver.save(step, state, touched=marks, metrics={"auc": auc}, force_base=True)
+            saver.wait()
+        assert 2 in saver.all_steps()
+        assert 1 not in saver.all_steps() and 3 not in saver.all_steps()
+
+
+# What a restore gives.
+
+
+def test_a_restore_says_what_it_read_and_tells_its_progress(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, state, touched=marks)
+            last = state
+            state, marks = model.train(state, marks, step)
+        saver.wait()
+        told = []
+        found = saver.restore_latest(last, progress=lambda *done: told.append(done))
+    assert (found.step, found.chain, found.skipped) == (2, (1, 2), ())
+    assert found.source == "storage" and found.seconds > 0
+    assert told[-1][0] == told[-1][1] == found.bytes_read
+    assert told == sorted(told)
+
+
+def test_without_a_template_nested_dicts_of_numpy_arrays_come_back(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        found = saver.restore_latest()
+    for name, table in state["tables"].items():
+        assert isinstance(found.state["tables"][name], np.ndarray)
+        assert np.array_equal(found.state["tables"][name], table)
+        assert np.array_equal(found.state["slots"][name], state["slots"][name])
+    assert np.array_equal(found.state["dense"]["kernel"], state["dense"]["kernel"])
+
+
+def test_an_abstract_template_is_enough(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        found = saver.restore_latest(jax.eval_shape(lambda: state))
+    model.assert_same(found.state, state)
+
+
+def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, state, touched=marks)
+            last = state
+            state, marks = model.train(state, marks, step)
+        saver.wait()
+        whole = saver.restore(2, last)
+        part = saver.restore(2, tables={"tables/users": (100, 110), "tables/tiny": None})
+        assert saver.save(3, state, touched=marks).kind == "delta"
+        saver.wait()
+    assert set(part.state) == {"tables/users", "tables/tiny"}
+    assert np.array_equal(part.state["tables/users"]["values"], last["tables"]["users"][100:110])
+    [slot] = set(part.state["tables/tiny"]) - {"values"}
+    assert np.array_equal(part.state["tables/tiny"][slot], last["slots"]["tiny"])
+    assert part.bytes_read < whole.bytes_read / 5
+    assert part.touched is None
+
+
+@pytest.mark.parametrize(
+    ("tables", "match"),
+    [
+        ({"tables/none": None}, "no such table"),
+        ({"tables/users": (0, 701)}, r"row range within \[0, 700\)"),
+        ({"tables/users": (-1, 3)}, "row range"),
+    ],
+)
+def test_rows_that_do_not_exist_are_named(tmp_path, start, tables, match):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        with pytest.raises(TemplateMismatch, match=match):
+            saver.restore(1, tables=tables)
+
+
+def test_dense_leaves_of_every_kind_come_back(tmp_path):
+    state = {
+        "t": jnp.ones((4, 2)),
+        "bf16": jnp.arange(3, dtype=jnp.bfloat16),
+        "bool": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 3)),
+        "scalar": jnp.float32(2.5),
+        "numpy": np.arange(4),
+        "numpy scalar": np.float64(1.25),
+        "int": 3,
+        "float": 0.5,
+        "key": jax.random.key(7),
+        "none": None,
+        "nested": [{"a": jnp.zeros(2)}, (jnp.ones(1), 4)],
+    }
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        saver.save(1, state)
+        saver.wait()
+        found = saver.restore_latest(state).state
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for (path, left), right in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(state), strict=True
+    ):
+        assert type(left) is type(right) or isinstance(right, jax.Array), path
+        if isinstance(right, jax.Array) and jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
+            left, right = jax.random.key_data(left), jax.random.key_data(right)
+        assert np.asarray(left).dtype == np.asarray(right).dtype, path
+        assert np.array_equal(left, right), path
+
+
+# The life of a manager.
+
+
+def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver, manager(tmp_path, read_only=True) as reader:
+        assert reader.latest_step() is None and reader.restore_latest(state) is None
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        assert reader.latest_step() == 1
+        before = sorted(tmp_path.rglob("*"))
+        model.assert_same(reader.restore_latest(state).state, state)
+        with pytest.raises(OptionError, match="read_only"):
+            reader.save(2, state)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_several_managers_live_in_one_process(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path / "a") as first, manager(tmp_path / "b") as second:
+        first.save(1, state, touched=marks)
+        second.save(9, state, touched=marks)
+        first.wait(), second.wait()
+        assert (first.all_steps(), second.all_steps()) == ([1], [9])
+
+
+def test_a_closed_manager_says_so_and_closing_twice_is_fine(tmp_path, start):
+    state, marks = start
+    saver = manager(tmp_path)
+    saver.save(1, state, touched=marks)
+    saver.close()
+    saver.close()
+    for call in (lambda: saver.save(2, state), saver.wait, saver.restore_latest):
+        with pytest.raises(ClosedError, match="make a new one"):
+            call()
+
+
+def test_a_step_must_be_above_the_newest(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(5, state, touched=marks)
+        saver.wait()
+        for step in (5, 4):
+            with pytest.raises(OptionError, match=f"step {step} .* above 5"):
+                saver.save(step, state, touched=marks)
+        assert saver.save(6, state, touched=marks).kind == "delta"
+
+
+def test_a_failure_in_the_background_surfaces_once_and_the_next_save_is_taken(tmp_path, start):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        state, marks = model.train(state, marks, 1)
+        with mock.patch.object(arrays, "write_array", side_effect=OSError(28, "no space")):
+            saver.save(2, state, touched=marks)
+            with pytest.raises(SaveFailed, match=r"step 2 failed.*no touched row is lost"):
+                saver.wait()
+        assert saver.wait() == []
+        state, marks = model.train(state, marks, 2)
+        saver.save(3, state, touched=marks)
+        saver.wait()
+        assert saver.all_steps() == [1, 3]
+        model.assert_same(saver.restore_latest(state).state, state)
