@@ -566,6 +566,8 @@ class CheckpointManager:
             return {}
         abstract = None if expected is None else expected.dense
         metadata = self._orbax.item_metadata(step)[layout.DENSE_ITEM]
+        if abstract is not None:
+            dense.check(abstract, metadata, step)
         args = dense.restore_args(abstract, metadata)
         found = self._orbax.restore(step, args=ocp.args.Composite(**{layout.DENSE_ITEM: args}))
         return dense.restored(found[layout.DENSE_ITEM], abstract)

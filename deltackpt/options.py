@@ -78,6 +78,10 @@ class ManagerOptions:
                 raise OptionError(
                     f"ManagerOptions.{name}: expected one of {known}, found {getattr(self, name)!r}"
                 )
+        if self.staging_bytes <= 0:
+            raise OptionError(
+                f"ManagerOptions.staging_bytes: expected at least 1, found {self.staging_bytes}"
+            )
         if isinstance(self.retention, int) and self.retention < 1:
             raise OptionError(
                 f"ManagerOptions.retention: expected at least 1 step, found {self.retention}"

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from deltackpt import codecs
+from deltackpt.errors import TemplateMismatch
 
 _EMPTY = "deltackpt:empty"
 
@@ -44,6 +46,39 @@ def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTre
     return ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
     )
+
+
+def check(abstract: dict[str, Any], stored: Any, step: int) -> None:
+    """Checks arrays of the template against those of the step; Orbax would cast and reshape.
+
+    Args:
+      abstract: what to restore, like the argument of ``save_args``.
+      stored: Orbax's metadata of the stored item.
+      step: the step, for errors.
+
+    Raises:
+      TemplateMismatch: a leaf is missing, or differs in shape or dtype.
+    """
+    kept = jax.tree.leaves_with_path(stored.tree, is_leaf=_is_leaf_metadata)
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in kept}
+    for path, leaf in jax.tree.leaves_with_path(jax.tree.map(_storable, abstract)):
+        name = jax.tree_util.keystr(path)
+        if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+            continue
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            continue
+        have = found.get(name)
+        if not isinstance(have, ocp.metadata.ArrayMetadata):
+            described = "no such array"
+        elif (tuple(have.shape), np.dtype(have.dtype)) == (leaf.shape, leaf.dtype):
+            continue
+        else:
+            described = f"{np.dtype(have.dtype).name}{list(have.shape)}"
+        raise TemplateMismatch(
+            f"step {step}, dense leaf {name}: expected by the template "
+            f"{leaf.dtype.name}{list(leaf.shape)}, found in the step {described}; give the state "
+            "that was saved as the template, or restore without one"
+        )
 
 
 def restored(found: dict[str, Any], abstract: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: a typed error that names what, what was expected and what next; nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import jax.numpy as jnp
+import model
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import deltackpt
+from deltackpt import touched
+from deltackpt.errors import (
+    BrokenChain,
+    ClosedError,
+    Damaged,
+    ForeignDirectory,
+    FormatTooNew,
+    OptionError,
+    OutOfSpace,
+    SaveFailed,
+    StepNotFound,
+    StorageError,
+    TableSelectionError,
+    TemplateMismatch,
+    TrackingError,
+)
+
+HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+
+
+def manager(root: Path, handlers=None, **options) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root, handlers=handlers or HANDLERS, options=deltackpt.ManagerOptions(**options)
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, dict]:
+    """A base and a delta, and the state of the delta."""
+    root = tmp_path_factory.mktemp("bad") / "root"
+    state = model.initial()
+    marks = model.new_touched(state)
+    with manager(root) as saver:
+        saver.save(1, state, touched=marks)
+        state, marks = model.train(state, marks, 1)
+        saver.save(2, state, touched=marks)
+    return root, state
+
+
+@pytest.fixture
+def copied(written, tmp_path) -> tuple[Path, dict]:
+    """The same, to be spoilt."""
+    root, state = written
+    shutil.copytree(root, tmp_path / "root")
+    return tmp_path / "root", state
+
+
+def with_table(state: dict, name: str, table) -> dict:
+    return {**state, "tables": {**state["tables"], name: table}}
+
+
+# Templates.
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (
+            lambda state: {
+                **with_table(state, "users", jnp.zeros((701, 8))),
+                "slots": {**state["slots"], "users": jnp.zeros(701)},
+            },
+            r"step 2, table tables/users.*expected by the template .*701.*found in the step .*700",
+        ),
+        (
+            lambda state: with_table(state, "users", jnp.zeros((700, 9))),
+            r"tables/users.*\[700, 9\].*\[700, 8\]",
+        ),
+        (
+            lambda state: with_table(state, "users", jnp.zeros((700, 8), jnp.bfloat16)),
+            r"tables/users.*bfloat16.*float32",
+        ),
+        (
+            lambda state: {
+                **state,
+                "tables": {k: v for k, v in state["tables"].items() if k != "tiny"},
+                "slots": {k: v for k, v in state["slots"].items() if k != "tiny"},
+            },
+            r"tables/tiny.*no such array",
+        ),
+        (
+            lambda state: {**state, "slots": {**state["slots"], "users": jnp.zeros((700, 2))}},
+            r"tables/users, slot\S* *: expected.*\[700, 2\].*\[700\]",
+        ),
+    ],
+    ids=["rows", "width", "dtype", "missing table", "slot"],
+)
+def test_a_template_that_does_not_fit_is_named_with_both_sides(written, spoil, match):
+    root, state = written
+    template = spoil(state)
+    slots = {path: choice for path, choice in model.SLOTS.items()}
+    if "tiny" not in template["tables"]:
+        del slots["tables/tiny"]
+    handlers = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=slots)}
+    with manager(root, handlers, read_only=True) as reader:
+        with pytest.raises(TemplateMismatch, match=match):
+            reader.restore_latest(template)
+        assert reader.restore_latest().step == 2
+
+
+@pytest.mark.parametrize(
+    ("leaf", "match"),
+    [
+        (jnp.zeros((9, 9)), r"kernel.*float32\[9, 9\], found in the step float32\[4, 3\]"),
+        (jnp.zeros((4, 3), jnp.int32), r"kernel.*int32\[4, 3\], found in the step float32"),
+        (np.zeros((4, 3), np.float64), r"kernel.*float64\[4, 3\], found in the step float32"),
+    ],
+    ids=["shape", "dtype", "numpy dtype"],
+)
+def test_a_dense_leaf_that_does_not_fit_is_named_with_both_sides(written, leaf, match):
+    root, state = written
+    with manager(root, read_only=True) as reader:
+        with pytest.raises(TemplateMismatch, match=match):
+            reader.restore_latest({**state, "dense": {"kernel": leaf, "none": None}})
+        with pytest.raises(TemplateMismatch, match="other.*no such array"):
+            reader.restore_latest({**state, "other": jnp.zeros(3)})
+        model.assert_same(reader.restore_latest(state).state, state)
+
+
+def test_a_step_that_does_not_exist_is_named(written):
+    root, state = written
+    with manager(root, read_only=True) as reader:
+        with pytest.raises(StepNotFound, match=r"root/7.*all_steps"):
+            reader.restore(7, state)
+
+
+# What is saved.
+
+
+@pytest.mark.parametrize(
+    ("select", "match"),
+    [
+        ("embeddings/*", "tables/users"),
+        ("key", "key"),
+        (lambda path, leaf: False, "tables/users"),
+    ],
+    ids=["matches nothing", "no table", "predicate"],
+)
+def test_a_selection_that_cannot_be_lists_the_paths(tmp_path, select, match):
+    handlers = {"embeddings": deltackpt.Tables(select=select)}
+    with manager(tmp_path, handlers) as saver, pytest.raises(TableSelectionError, match=match):
+        saver.save(1, model.initial())
+
+
+@pytest.mark.parametrize(
+    ("marks", "match"),
+    [
+        (
+            {"tables/users": (699,), "tables/items": (300,), "tables/tiny": (5,)},
+            r"tables/users.*700.*699|tables/users.*699.*700",
+        ),
+        ({"tables/users": (700,), "tables/others": (3,)}, "tables/"),
+        ({"tables/users": (700,)}, "tables/items"),
+    ],
+    ids=["rows", "unknown table", "missing table"],
+)
+def test_a_touch_state_of_other_tables_is_refused_and_nothing_is_lost(copied, marks, match):
+    root, state = copied
+    wrong = touched.init({name: jnp.zeros((*rows, 8)) for name, rows in marks.items()})
+    with manager(root) as saver:
+        found = saver.restore_latest(state)
+        with pytest.raises(TrackingError, match=match):
+            saver.save(3, state, touched=wrong)
+        moved, good = model.train(found.state, found.touched, 5)
+        assert saver.save(3, moved, touched=good).kind == "delta"
+        saver.wait()
+        model.assert_same(saver.restore_latest(moved).state, moved)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"durability": "disk"},
+        {"when_busy": "drop"},
+        {"base_snapshot": "copy"},
+        {"retention": 0},
+        {"staging_bytes": 0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_out_of_range_is_named(tmp_path, options):
+    with pytest.raises(OptionError, match=f"{next(iter(options))}: expected .* found"):
+        manager(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "handlers",
+    [
+        {},
+        {"a": ocp.JsonCheckpointHandler()},
+        {"a": deltackpt.Tables(select="x"), "b": deltackpt.Tables(select="y")},
+        {"a": deltackpt.Tables(select="x"), "dense": ocp.JsonCheckpointHandler()},
+        {"a": deltackpt.Tables(select="x"), "b": object()},
+        {"a": deltackpt.Tables(select="x"), "b": ocp.JsonCheckpointHandler},
+    ],
+    ids=["none", "no tables", "two tables", "dense is taken", "no handler", "a class"],
+)
+def test_handlers_that_cannot_work_are_named(tmp_path, handlers):
+    if not handlers:
+        handlers = {"notes": ocp.JsonCheckpointHandler()}
+    with pytest.raises(OptionError, match="handlers.*expected.*found"):
+        deltackpt.CheckpointManager(tmp_path, handlers=handlers)
+
+
+def test_a_forked_child_must_make_a_manager_of_its_own(tmp_path):
+    saver = manager(tmp_path)
+    pid = saver._pid
+    try:
+        saver._pid = pid + 1  # As a child sees it; forking with threads is no test.
+        with pytest.raises(ClosedError, match="make a manager in the child"):
+            saver.save(1, model.initial())
+    finally:
+        saver._pid = pid
+        saver.close()
+
+
+# Directories.
+
+
+def test_a_directory_of_stock_orbax_is_named_and_left_alone(tmp_path):
+    state = {"w": jnp.ones(3)}
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(1, args=ocp.args.StandardSave(state))
+    before = sorted(tmp_path.rglob("*"))
+    with (
+        manager(tmp_path, read_only=True) as reader,
+        pytest.raises(ForeignDirectory, match="the library that wrote it"),
+    ):
+        reader.restore(1)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("how", ["version", "feature"])
+def test_a_newer_format_is_refused_and_no_older_step_is_taken_instead(copied, how):
+    root, state = copied
+    path = root / "2" / "embeddings" / "manifest.0.msgpack"
+    head = msgpack.unpackb(path.read_bytes())
+    if how == "version":
+        head["version"] += 1
+    else:
+        body = msgpack.unpackb(head["body"], strict_map_key=False)
+        head["body"] = msgpack.packb({**body, "features": ["telepathy"]})
+        head["crc32c"] = google_crc32c.value(head["body"])
+    path.write_bytes(msgpack.packb(head))
+    with manager(root, read_only=True) as reader:
+        for call in (lambda: reader.restore(2, state), lambda: reader.restore_latest(state)):
+            with pytest.raises(FormatTooNew, match="install a newer deltackpt"):
+                call()
+        assert reader.restore(1, state).step == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.0.msgpack", "digests.0.msgpack"])
+def test_a_record_of_another_kind_or_no_record_is_damage(copied, name):
+    root, state = copied
+    path = root / "2" / "embeddings" / name
+    for contents in (b"", b"\x00" * 64, b"not msgpack at all", msgpack.packb({"format": "other"})):
+        path.write_bytes(contents)
+        with (
+            manager(root, read_only=True) as reader,
+            pytest.raises(Damaged, match=name.replace(".", r"\.")),
+        ):
+            reader.restore(2, state)
+
+
+def test_a_missing_part_is_named(copied):
+    root, state = copied
+    path = root / "2" / "embeddings" / "manifest.0.msgpack"
+    head = msgpack.unpackb(path.read_bytes())
+    body = msgpack.unpackb(head["body"], strict_map_key=False)
+    head["body"] = msgpack.packb({**body, "process_count": 2})
+    head["crc32c"] = google_crc32c.value(head["body"])
+    path.write_bytes(msgpack.packb(head))
+    with (
+        manager(root, read_only=True) as reader,
+        pytest.raises(Damaged, match=r"one part of each process 0 to 1.*parts of \[0\]"),
+    ):
+        reader.restore(2, state)
+
+
+def test_a_missing_parent_names_itself_and_the_newest_intact_step(copied):
+    root, state = copied
+    shutil.rmtree(root / "1")
+    with (
+        manager(root, read_only=True) as reader,
+        pytest.raises(BrokenChain, match=r"step 2: parent 1 \(save id .*\) is missing"),
+    ):
+        reader.restore(2, state)
+
+
+def in_a_process_of_its_own(body: str, place: Path) -> None:
+    """Runs a function of this module and leaves at once.
+
+    Where a step's directory cannot be made, threads of Orbax 0.12.8 wait five minutes for it,
+    the end of the process included.
+    """
+    code = f"import os, test_bad_input as t; t.{body}(t.Path({str(place)!r})); os._exit(0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@contextlib.contextmanager
+def tmpfs(place: Path, options: str) -> Iterator[Path]:
+    """A mounted tmpfs; skips where it cannot be."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_out_of_space_and_after_making_room_nothing_is_lost(tmp_path):
+    with tmpfs(tmp_path / "small", "size=1m") as place:
+        in_a_process_of_its_own("fill_the_disk", place)
+
+
+def fill_the_disk(place: Path) -> None:
+    state, filler = model.initial(), np.zeros(300 << 10, np.uint8)
+    marks = model.new_touched(state)
+    ballast = place / "ballast"
+    with manager(place / "root") as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        first = state
+        state, marks = model.train(state, marks, 1)
+        ballast.write_bytes(filler.tobytes())
+        with contextlib.suppress(OSError):
+            while True:
+                with open(ballast, "ab") as file:
+                    file.write(bytes(4096))
+        with pytest.raises((OutOfSpace, SaveFailed), match=r"full|room") as caught:
+            saver.save(2, state, touched=marks)
+            saver.wait()
+        assert "no touched row is lost" in str(caught.value)
+        assert saver.all_steps() == [1]
+        ballast.unlink()
+        state, marks = model.train(state, marks, 2)
+        assert saver.save(3, state, touched=marks).kind == "delta"
+        saver.wait()
+        model.assert_same(saver.restore_latest(state).state, state)
+        model.assert_same(saver.restore(1, state).state, first)
+
+
+def test_a_file_system_that_turns_read_only_fails_the_save_and_keeps_the_rest(tmp_path):
+    with tmpfs(tmp_path / "disk", "size=16m") as place:
+        in_a_process_of_its_own("turn_read_only", place)
+
+
+def turn_read_only(place: Path) -> None:
+    state = model.initial()
+    marks = model.new_touched(state)
+    with manager(place / "root") as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait()
+        first = state
+        state, marks = model.train(state, marks, 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        try:
+            with pytest.raises((StorageError, SaveFailed), match="Read-only"):
+                saver.save(2, state, touched=marks)
+                saver.wait()
+            with manager(place / "root", read_only=True) as reader:
+                model.assert_same(reader.restore_latest(first).state, first)
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        state, marks = model.train(state, marks, 2)
+        with contextlib.suppress(SaveFailed):
+            saver.wait()
+        assert saver.save(3, state, touched=marks).kind == "delta"
+        saver.wait()
+        model.assert_same(saver.restore_latest(state).state, state)
