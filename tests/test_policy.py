@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base or delta, and how often."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltackpt.errors import OptionError
+from deltackpt.policy import Consecutive, History, Intermittent, OneShot, advise_interval
+
+BASE = 1000
+sizes = st.lists(st.integers(0, 1500), max_size=20)
+
+
+def history(deltas: list[int], *, one_shot: bool = False) -> History:
+    last = deltas[-1] if deltas else 0
+    return History(
+        base_bytes=BASE,
+        delta_bytes=tuple(deltas),
+        chain_length=min(1, len(deltas)) if one_shot else len(deltas),
+        chain_bytes=BASE + (last if one_shot else sum(deltas)),
+    )
+
+
+@given(sizes)
+def test_intermittent_takes_a_base_when_check_n_runs_predictor_says_so(deltas):
+    decision = Intermittent(max_restore_ratio=1e9).decide(history(deltas, one_shot=True))
+    shares = [size / BASE for size in deltas]
+    predicted = bool(shares) and 1 + sum(shares) <= (len(shares) + 1) * shares[-1]
+    assert (decision.kind == "base") == predicted
+    assert decision.parent == (None if predicted else "base")
+
+
+@given(sizes)
+def test_one_shot_builds_on_the_base_and_consecutive_on_the_newest(deltas):
+    unbounded = {"max_chain": 1000, "max_restore_ratio": 1e9}
+    assert OneShot(**unbounded).decide(history(deltas, one_shot=True)).parent == "base"
+    assert Consecutive(**unbounded).decide(history(deltas)).parent == "previous"
+
+
+@given(sizes, st.integers(1, 30), st.floats(1, 5))
+def test_no_chain_is_longer_or_larger_than_its_bounds(deltas, longest, ratio):
+    """Whatever the deltas, the next has the size of the last as far as anybody knows."""
+    policy = Consecutive(max_chain=longest, max_restore_ratio=ratio)
+    taken: list[int] = []
+    for size in deltas:
+        before = history(taken)
+        if policy.decide(before).kind == "base":
+            taken = []
+            continue
+        assert len(taken) + 1 <= longest
+        assert before.chain_bytes + (taken[-1] if taken else 0) <= ratio * BASE
+        taken.append(size)
+
+
+@pytest.mark.parametrize("policy", [Consecutive, OneShot, Intermittent])
+def test_every_decision_bears_a_reason_that_names_the_kind(policy):
+    for deltas in ([], [10], [900, 900]):
+        decision = policy(max_chain=1).decide(history(deltas))
+        assert decision.reason.startswith(f"{decision.kind}: ")
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"max_chain": 0}, {"max_restore_ratio": 0.5}, {"max_restore_ratio": math.nan}]
+)
+@pytest.mark.parametrize("policy", [Consecutive, OneShot, Intermittent])
+def test_a_bound_that_no_chain_can_keep_is_refused(policy, bounds):
+    with pytest.raises(OptionError, match=f"{next(iter(bounds))}: expected .* found"):
+        policy(**bounds)
+
+
+positive = st.floats(1e-3, 1e6)
+
+
+@given(positive, positive, positive, st.floats(1e-4, 0.99))
+def test_advice_keeps_the_budget_and_what_the_store_can_do(stall, persist, restarts, budget):
+    advice = advise_interval(
+        stall_secs=stall, persist_secs=persist, mtbr_secs=restarts, max_overhead=budget
+    )
+    assert stall / advice.interval_secs <= budget * (1 + 1e-9)
+    assert advice.interval_secs >= persist
+    assert advice.reason
+
+
+def test_cheap_saves_are_advised_at_youngs_optimum():
+    advice = advise_interval(stall_secs=0.02, persist_secs=0.1, mtbr_secs=3600)
+    young = math.sqrt(2 * 0.02 * 3600)
+    assert advice.interval_secs == pytest.approx(young, rel=0.01)
+    assert "Daly" in advice.reason
+
+
+@pytest.mark.parametrize("name", ["stall_secs", "persist_secs", "mtbr_secs", "max_overhead"])
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_advice_on_nonsense_is_refused_by_name(name, value):
+    given_ = {"stall_secs": 1.0, "persist_secs": 1.0, "mtbr_secs": 1.0, "max_overhead": 0.1}
+    with pytest.raises(OptionError, match=name):
+        advise_interval(**{**given_, name: value})

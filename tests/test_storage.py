@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays on disk: any Zarr reader opens them, every read is verified, and errors name the chunk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deltackpt import integrity
+from deltackpt.errors import Damaged, OptionError, OutOfSpace
+from deltackpt.staging import Staging
+from deltackpt.storage import arrays, files, gaps
+
+
+def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> arrays.ArrayEntry:
+    entry = arrays.array_entry("a", data.shape, data.dtype, zstd=zstd)
+    arrays.write_array(directory, entry, np.split(data, sorted(cuts)), fsync=False)
+    return entry
+
+
+def tails(directory: Path) -> dict[str, int]:
+    """What the digests say of each chunk: the CRC32C that it ends in."""
+    return {
+        name: tail
+        for name, (_, _, tail) in integrity.digest_tree(directory).files.items()
+        if name.startswith("c/")
+    }
+
+
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    rows=st.integers(1, 300),
+    trailing=st.sampled_from([(), (3,), (2, 5)]),
+    dtype=st.sampled_from(["float32", "uint16", "bool", "int64"]),
+    chunk=st.integers(50, 4000),
+    zstd=st.booleans(),
+    data=st.data(),
+)
+def test_what_was_written_in_pieces_is_read_in_ranges(
+    tmp_path_factory, rows, trailing, dtype, chunk, zstd, data
+):
+    directory = tmp_path_factory.mktemp("array")
+    size = int(np.prod((rows, *trailing)))
+    values = np.random.default_rng(size).integers(0, 2, size).astype(dtype)
+    values = (values * 77).astype(dtype).reshape(rows, *trailing)
+    cuts = data.draw(st.sets(st.integers(0, rows), max_size=4))
+    with mock.patch.object(arrays, "CHUNK_BYTES", chunk):
+        entry = write(directory, values, zstd=zstd, cuts=cuts)
+    start = data.draw(st.integers(0, rows))
+    stop = data.draw(st.integers(start, rows))
+    out = np.zeros((stop - start, *trailing), dtype)
+    arrays.read_array(directory, entry, start, stop, out)
+    assert np.array_equal(out, values[start:stop])
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{directory}/"}}
+    assert np.array_equal(ts.open(spec).result().read().result(), values)
+
+
+def test_digests_from_memory_are_those_of_the_files(tmp_path):
+    values = np.random.default_rng(0).normal(size=(1001, 7)).astype(np.float32)
+    with mock.patch.object(arrays, "CHUNK_BYTES", 5000):
+        entry = arrays.array_entry("a", values.shape, values.dtype)
+        checksums = arrays.write_array(tmp_path / "a", entry, [values], fsync=True)
+    computed = integrity.chunk_digests("a", entry, checksums)
+    read = integrity.digest_tree(tmp_path).files
+    assert len(computed) > 1
+    assert computed.items() <= read.items()
+    assert set(read) - set(computed) == {"a/zarr.json"}
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+@pytest.mark.parametrize("how", ["removed", "truncated", "flipped", "grown"])
+def test_a_damaged_chunk_is_named(tmp_path, zstd, how):
+    directory = tmp_path / "9" / "embeddings" / "part.0" / "g0.0" / "values"
+    values = np.random.default_rng(0).normal(size=(100, 4)).astype(np.float32)
+    entry = write(directory, values, zstd=zstd)
+    checksums = tails(directory)
+    chunk = directory / "c" / "0" / "0"
+    data = chunk.read_bytes()
+    if how == "removed":
+        chunk.unlink()
+    else:
+        flipped = data[:40] + bytes([data[40] ^ 1]) + data[41:]
+        chunk.write_bytes({"truncated": data[:-9], "flipped": flipped, "grown": data + b"x"}[how])
+    for start, stop in ((0, 100), (3, 50)):
+        out = np.empty((stop - start, 4), np.float32)
+        with pytest.raises(Damaged, match="part.0/g0.0/values/c/0/0"):
+            arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
+
+
+@given(st.sets(st.integers(0, 2**40)))
+def test_gaps_hold_any_sorted_rows(rows):
+    ascending = np.array(sorted(rows), np.int64)
+    encoded = gaps.encode_gaps(ascending)
+    found = gaps.decode_gaps(encoded, total_rows=2**40 + 1, name="x")
+    assert np.array_equal(found, ascending)
+
+
+@pytest.mark.parametrize("encoded", [[3, 0, 1], [1, 2, 90], [2**63 + 1, 5]])
+def test_gaps_of_no_table_are_damage(encoded):
+    with pytest.raises(Damaged, match=r"rows\.gaps"):
+        gaps.decode_gaps(np.array(encoded, np.uint64), total_rows=50, name="rows.gaps")
+
+
+def test_an_atomic_write_leaves_the_old_contents_when_it_fails(tmp_path):
+    path = tmp_path / "file"
+    files.write_atomic(path, b"old", fsync=True)
+    with (
+        mock.patch("os.replace", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(OutOfSpace, match="free space"),
+    ):
+        files.write_atomic(path, b"new", fsync=True)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_staging_reuses_buffers_and_keeps_its_budget():
+    staging = Staging(4 << 20)
+    first = staging.take((1 << 18,), np.dtype(np.float32))
+    address = first.ctypes.data
+    assert not staging.fits(4 << 20)
+    staging.give_back(first)
+    again = staging.take((1 << 17,), np.dtype(np.uint64))
+    assert again.ctypes.data == address
+    staging.give_back(again)
+    many = [staging.take((1 << 20,), np.dtype(np.uint8)) for _ in range(6)]
+    for buffer in many:
+        staging.give_back(buffer)
+    assert staging._kept_bytes() <= staging.budget_bytes
+
+
+def test_staging_serves_threads_at_once():
+    staging = Staging(64 << 20)
+    mixed = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            buffer = staging.take((1000,), np.dtype(np.int64))
+            buffer[:] = number
+            if not (buffer == number).all():
+                mixed.append(number)
+            staging.give_back(buffer)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mixed
+
+
+def test_a_pool_without_memory_is_refused():
+    with pytest.raises(OptionError, match="staging_bytes"):
+        Staging(0)
