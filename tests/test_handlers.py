@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handlers alone under stock Orbax, v0 and v1, and the few private names that they need."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1
+
+import deltackpt
+from deltackpt.errors import StorageError, TemplateMismatch
+from deltackpt.handlers import commit, orbax_private, retention, steps
+from deltackpt.restore import AbstractEmbeddings, RestoredTables
+from deltackpt.storage import arrays, files
+
+TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
+
+
+@pytest.fixture(scope="module")
+def state() -> dict:
+    return model.initial()
+
+
+@pytest.fixture(scope="module")
+def parts(state) -> deltackpt.tables.Split:
+    return deltackpt.split(state, TABLES)
+
+
+def save_v0(root: Path, parts, step: int = 0, touched=None) -> None:
+    embeddings = deltackpt.Embeddings(split=parts, touched=touched)
+    with ocp.CheckpointManager(root) as manager:
+        args = ocp.args.Composite(embeddings=deltackpt.DeltaSave(embeddings))
+        manager.save(step, args=args)
+
+
+def save_v1(root: Path, parts, step: int = 0) -> None:
+    with registered(), v1.training.Checkpointer(root) as checkpointer:
+        embeddings = deltackpt.Embeddings(split=parts)
+        checkpointer.save_checkpointables(step, {"embeddings": embeddings})
+
+
+def load_v0(root: Path, step: int, abstract=None) -> RestoredTables:
+    with ocp.CheckpointManager(root) as manager:
+        args = ocp.args.Composite(embeddings=deltackpt.DeltaRestore(abstract))
+        return manager.restore(step, args=args)["embeddings"]
+
+
+def load_v1(root: Path, step: int, abstract: AbstractEmbeddings | None) -> RestoredTables:
+    with registered(), v1.training.Checkpointer(root) as checkpointer:
+        wanted = {"embeddings": abstract or AbstractEmbeddings()}
+        return checkpointer.load_checkpointables(step, wanted)["embeddings"]
+
+
+def registered() -> v1.Context:
+    context = v1.Context()
+    context.checkpointables.registry = v1.handlers.local_registry()
+    context.checkpointables.registry.add(deltackpt.DeltaCheckpointableHandler)
+    return context
+
+
+def assert_holds(found: RestoredTables, state: dict) -> None:
+    for name, table in state["tables"].items():
+        values = found.fields[f"tables/{name}"]["values"]
+        assert np.asarray(values).tobytes() == np.asarray(table).tobytes()
+
+
+@pytest.mark.parametrize("load", [load_v0, load_v1])
+@pytest.mark.parametrize("save", [save_v0, save_v1])
+def test_each_api_reads_what_the_other_wrote(tmp_path, state, parts, save, load):
+    save(tmp_path, parts)
+    assert_holds(load(tmp_path, 0, None), state)
+
+
+@pytest.mark.parametrize("load", [load_v0, load_v1])
+def test_each_api_reads_deltas_of_our_manager(tmp_path, state, load):
+    marks, now = model.new_touched(state), state
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": TABLES}) as manager:
+        for step in (1, 2):
+            manager.save(step, now, touched=marks)
+            last = now
+            now, marks = model.train(now, marks, step)
+    found = load(tmp_path, 2, None)
+    assert [save.save_id.step for save in found.chain] == [1, 2]
+    assert_holds(found, last)
+
+
+@pytest.mark.parametrize("load", [load_v0, load_v1])
+def test_chosen_fields_are_placed_as_asked(tmp_path, state, parts, load):
+    save_v0(tmp_path, parts)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    table = state["tables"]["items"]
+    leaf = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding)
+    asked = AbstractEmbeddings(tables={"tables/items": {"values": leaf}})
+    found = load(tmp_path, 0, asked)
+    assert set(found.fields) == {"tables/items"} and set(found.fields["tables/items"]) == {"values"}
+    placed = found.fields["tables/items"]["values"]
+    assert placed.sharding == sharding
+    assert np.array_equal(placed, table)
+    wrong = jax.ShapeDtypeStruct((4, 4), table.dtype)
+    # v1 raises an error of its own, from ours.
+    with pytest.raises((TemplateMismatch, KeyError)) as caught:
+        load(tmp_path, 0, AbstractEmbeddings(tables={"tables/items": {"values": wrong}}))
+    ours = caught.value if load is load_v0 else caught.value.__cause__
+    assert isinstance(ours, TemplateMismatch)
+    assert "tables/items, values: expected" in str(ours)
+
+
+def test_under_a_stock_manager_every_save_is_a_base_whatever_was_touched(tmp_path, state, parts):
+    marks = model.new_touched(state)
+    for step in (1, 2, 3):
+        save_v0(tmp_path, parts, step, marks)
+    for step in (1, 2, 3):
+        [info] = load_v0(tmp_path, step).chain
+        assert info.kind == "base"
+
+
+def test_metadata_tells_tables_and_slots(tmp_path, state, parts):
+    save_v0(tmp_path, parts)
+    with ocp.CheckpointManager(
+        tmp_path, item_handlers={"embeddings": deltackpt.DeltaHandler()}
+    ) as manager:
+        told = manager.item_metadata(0)["embeddings"]
+    leaf = told.tables["tables/users"]["values"]
+    assert (leaf.shape, leaf.dtype) == ((700, 8), np.float32)
+    assert set(told.tables) == {f"tables/{name}" for name in state["tables"]}
+
+
+def test_a_failure_in_the_background_surfaces_and_commits_nothing(tmp_path, parts):
+    embeddings = deltackpt.Embeddings(split=parts)
+    failing = mock.patch.object(
+        arrays, "write_array", side_effect=StorageError("disk: expected to write, found nothing")
+    )
+    manager = ocp.CheckpointManager(tmp_path)
+    with failing:
+        manager.save(1, args=ocp.args.Composite(embeddings=deltackpt.DeltaSave(embeddings)))
+        with pytest.raises(StorageError, match="disk: expected to write"):
+            manager.wait_until_finished()
+    assert not (tmp_path / "1").exists()
+    manager.close()
+
+
+# Orbax's private names.
+
+
+def test_private_names_are_imported_in_one_place_only():
+    package = Path(deltackpt.__file__).parent
+    private = re.compile(r"orbax\.checkpoint\S*\._src|from orbax\.checkpoint import _")
+    users = [path.name for path in package.rglob("*.py") if private.search(path.read_text())]
+    assert users == ["orbax_private.py"]
+
+
+def test_private_names_are_those_of_the_pinned_version():
+    assert importlib.metadata.version("orbax-checkpoint") == "0.12.8"
+    path = orbax_private.AtomicRenameTemporaryPath
+    assert inspect.iscoroutinefunction(path.finalize)
+    assert list(inspect.signature(path.finalize).parameters) == ["self"]
+    assert {"get", "get_final", "create", "finalize"} <= set(dir(path))
+    assert orbax_private.COMMIT_SUCCESS_FILE == "commit_success.txt"
+    assert orbax_private.TMP_DIR_SUFFIX == ".orbax-checkpoint-tmp"
+    future = inspect.signature(orbax_private.CommitFutureAwaitingContractedSignals.__init__)
+    assert list(future.parameters)[:2] == ["self", "coro"] and "name" in future.parameters
+    assert orbax_private.step_metadata_file_path(Path("x")).name == "_CHECKPOINT_METADATA"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("7", 7), ("007", 7), ("checkpoint_12", 12), ("best", 0), ("2024_3", 3)],
+)
+@pytest.mark.parametrize("suffix", ["", ".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-123"])
+def test_the_final_place_of_a_step_is_told_from_a_temporary_one(name, step, suffix):
+    place = steps.final_step_dir(Path(f"/root/{name}{suffix}/embeddings.orbax-checkpoint-tmp"))
+    assert place == Path(f"/root/{name}")
+    assert steps.step_number(place) == step
+
+
+# The commit.
+
+
+@pytest.mark.parametrize("durability", ["power", "process"])
+def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durability):
+    """In the order of the system calls; the power cuts show that it is enough."""
+    calls: list[tuple[str, str]] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def rename(source, target, **options) -> None:
+        calls.append(("rename", str(target)))
+        real_rename(source, target, **options)
+
+    root = tmp_path / "root"
+    options = deltackpt.ManagerOptions(durability=durability)
+    with (
+        mock.patch.object(files.os, "fsync", fsync),
+        mock.patch.object(files.os, "rename", rename),
+        deltackpt.CheckpointManager(
+            root, handlers={"embeddings": TABLES}, options=options
+        ) as manager,
+    ):
+        calls.clear()
+        manager.save(3, state)
+        manager.wait()
+    visible = calls.index(("rename", str(root / "3")))
+    forced = {Path(path) for call, path in calls[:visible] if call == "fsync"}
+    forced_late = {path for call, path in calls[visible:] if call == "fsync"}
+    if durability == "process":
+        assert not forced and str(root) not in forced_late
+        return
+    assert str(root) in forced_late
+    temporary = next(path for path in forced if path.parent == root and path.name != "3")
+    for path in [root / "3", *(root / "3").rglob("*")]:
+        below = path.relative_to(root / "3")
+        # Chunks and zarr.json of our own arrays are forced by TensorStore as they are written.
+        if "part.0" not in below.parts or path.is_dir():
+            names = {
+                str(place.relative_to(temporary))
+                for place in forced
+                if temporary in (place, *place.parents)
+            }
+            assert str(below) in names, below
+
+
+def test_a_commit_that_is_refused_leaves_no_step(tmp_path):
+    def refuse() -> None:
+        raise deltackpt.errors.FencedError("another trainer")
+
+    kind = commit.temporary_path_class(fsync=True, check=refuse)
+    with pytest.raises(deltackpt.errors.FencedError):
+        checkpointer = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(), temporary_path_class=kind
+        )
+        checkpointer.save(tmp_path / "5", args=ocp.args.StandardSave({"a": jnp.ones(3)}))
+        checkpointer.wait_until_finished()
+    assert not (tmp_path / "5").exists()
+
+
+def test_retention_as_a_number_keeps_that_many_and_none_keeps_all():
+    for number, expected in ((2, [False] * 3 + [True] * 2), (None, [True] * 5)):
+        policy = retention.as_policy(number)
+        infos = [mock.Mock(step=step) for step in range(5)]
+        context = ocp.checkpoint_managers.PreservationContext()
+        assert list(policy.should_preserve(infos, context=context)) == expected
