@@ -19,6 +19,9 @@ from dlrm_jax import trainer
 
 import deltackpt
 
+# The package loads its modules when they are first used; Orbax's are loaded by now.
+deltackpt.CheckpointManager  # noqa: B018
+
 
 class Way(Protocol):
     """One checkpoint manager over one directory. States have the fields of ``TrainState``."""

@@ -507,11 +507,18 @@ class CheckpointManager:
         try:
             if wanted is None:
                 self._root.check_step_files(step_dir)
-            merged = restore.restore_tables(saves, wanted=wanted, progress=progress)
             if wanted is not None:
+                merged = restore.restore_tables(saves, wanted=wanted, progress=progress)
                 state, fresh, extra = merged.fields, None, {}
             else:
-                state, fresh = self._joined(template, expected, merged, step)
+                # Orbax mostly waits for its own threads, and the merge for memory.
+                with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
+                    dense_leaves = pool.submit(
+                        self._restore_dense, step, saves[-1].layout, expected
+                    )
+                    merged = restore.restore_tables(saves, progress=progress)
+                    leaves = dense_leaves.result()
+                state, fresh = self._joined(template, expected, merged, leaves)
                 extra = self._restore_items(step, items)
         except (OSError, ValueError, KeyError) as error:
             if isinstance(error, DeltackptError) or step_dir.is_dir():
@@ -546,10 +553,13 @@ class CheckpointManager:
         return result
 
     def _joined(
-        self, template: Any, expected: Split | None, merged: RestoredTables, step: int
+        self,
+        template: Any,
+        expected: Split | None,
+        merged: RestoredTables,
+        leaves: dict[str, Any],
     ) -> tuple[Any, TouchState | None]:
         """The whole state and its fresh TouchState, from merged tables and Orbax's dense leaves."""
-        leaves = self._restore_dense(step, merged.layout, expected)
         if expected is None:
             return tables.join(None, merged.layout, merged.fields, leaves, None), None
         placed = restore.place(merged.fields, expected.fields)

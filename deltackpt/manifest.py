@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Literal
 
 import google_crc32c
@@ -202,27 +203,36 @@ def from_bytes(
     return _build(cls, fields)
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def _build(kind: Any, value: Any) -> Any:
     """Turns plain msgpack values back into the records that ``kind`` describes."""
+    return _builder(kind)(value)
+
+
+@functools.cache
+def _builder(kind: Any) -> Callable[[Any], Any]:
+    """What ``_build`` does for one type: a chain of twenty saves has some ten thousand values."""
     if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)
+        hints = typing.get_type_hints(kind)
+        parts = {name: _builder(hint) for name, hint in hints.items()}
         make: Any = kind
-        return make(**{k: _build(hints[k], v) for k, v in value.items() if k in hints})
+        return lambda value: make(**{k: parts[k](v) for k, v in value.items() if k in parts})
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        inner = [arg for arg in args if arg is not type(None)]
-        return _build(inner[0], value) if len(inner) == 1 else value
+        inner = [_builder(arg) for arg in args if arg is not type(None)]
+        build = inner[0] if len(inner) == 1 else _as_is
+        return lambda value: None if value is None else build(value)
     if origin is tuple:
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_build(args[0], item) for item in value)
-        return tuple(_build(arg, item) for arg, item in zip(args, value, strict=True))
+        builders = [_builder(arg) for arg in args if arg is not Ellipsis]
+        if all(build is _as_is for build in builders):
+            return tuple
+        if len(builders) < len(args):
+            return lambda value: tuple(map(builders[0], value))
+        return lambda value: tuple(build(item) for build, item in zip(builders, value, strict=True))
     if origin is dict:
-        return {k: _build(args[1], item) for k, item in value.items()}
+        build = _builder(args[1])
+        return lambda value: {k: build(item) for k, item in value.items()}
+    return _as_is
+
+
+def _as_is(value: Any) -> Any:
     return value

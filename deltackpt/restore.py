@@ -156,11 +156,11 @@ def restore_tables(
     rows = _wanted_rows(target_layout, wanted)
     fields, targets = _buffers(target_layout, rows)
     check_complete(saves[0])
-    work = [_pieces(save, targets) for save in saves]
-    meter = _Meter(sum(piece.nbytes for pieces in work for piece in pieces), progress)
     scratch = Staging(_SCRATCH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-read") as pool:
         try:
+            work = list(pool.map(lambda save: _pieces(save, targets), saves))
+            meter = _Meter(sum(piece.nbytes for pieces in work for piece in pieces), progress)
             for pieces in work:
                 for future in [pool.submit(piece.run, meter, scratch) for piece in pieces]:
                     future.result()
