@@ -393,6 +393,9 @@ def test_dense_leaves_of_every_kind_come_back(tmp_path):
         saver.save(1, state)
         saver.wait()
         found = saver.restore_latest(state).state
+        abstract = jax.eval_shape(lambda: {"int": 3, "float": 0.5})
+        numbers = saver.restore_latest({**state, **abstract}).state
+    assert (numbers["int"], numbers["float"]) == (3, 0.5)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     for (path, left), right in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(state), strict=True

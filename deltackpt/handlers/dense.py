@@ -68,6 +68,9 @@ def check(abstract: dict[str, Any], stored: Any, step: int) -> None:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             continue
         have = found.get(name)
+        if isinstance(have, ocp.metadata.ScalarMetadata):
+            # A Python number, whose abstract form has a dtype of jax's choice.
+            continue
         if not isinstance(have, ocp.metadata.ArrayMetadata):
             described = "no such array"
         elif (tuple(have.shape), np.dtype(have.dtype)) == (leaf.shape, leaf.dtype):

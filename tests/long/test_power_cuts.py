@@ -29,7 +29,8 @@ from harness import Ended, Trainees
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 CUTS = 30
-SAVES = 8
+#: More than a process gets to before its cut.
+SAVES = 60
 #: FS_IOC_SHUTDOWN of ext4 and XFS, and its flag "do not flush the log".
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
 _IMAGE_BYTES = 400 << 20
