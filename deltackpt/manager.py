@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -35,7 +35,8 @@ from deltackpt.errors import (
     TemplateMismatch,
     WaitTimeout,
 )
-from deltackpt.handlers import commit, dense, retention, v0
+from deltackpt.handlers import commit, dense, retention, v0, waiting
+from deltackpt.handlers.items import sorted_handlers
 from deltackpt.lineage import Lineage
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
@@ -44,7 +45,7 @@ from deltackpt.policy import Decision
 from deltackpt.restore import Progress, RestoredTables
 from deltackpt.root import Root
 from deltackpt.staging import Staging
-from deltackpt.tables import Split, Tables
+from deltackpt.tables import Split
 from deltackpt.touched import TouchState
 
 
@@ -108,7 +109,7 @@ class CheckpointManager:
         """
         self.options = options or ManagerOptions()
         self._sinks = sinks
-        self._item, self._tables, self._extra = _sorted_handlers(handlers)
+        self._item, self._tables, self._extra = sorted_handlers(handlers)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
@@ -443,7 +444,9 @@ class CheckpointManager:
             return None
         failure = None
         try:
-            _bounded(self._orbax.wait_until_finished, timeout_secs, f"the save of {flight.step}")
+            waiting.bounded(
+                self._orbax.wait_until_finished, timeout_secs, f"the save of {flight.step}"
+            )
         except WaitTimeout:
             raise
         except Exception as error:
@@ -672,51 +675,3 @@ def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:
     error = SaveFailed(f"the save of step {failure.step} failed: {detail}; {follow}")
     error.taken = taken
     return error
-
-
-def _sorted_handlers(
-    handlers: Mapping[str, Any] | None,
-) -> tuple[str, Tables, dict[str, ocp.CheckpointHandler]]:
-    """(our item's name, our tables, the other handlers)."""
-    given = dict(handlers or {layout.EMBEDDINGS_ITEM: Tables(select="**/embedding")})
-    ours = {name: choice for name, choice in given.items() if isinstance(choice, Tables)}
-    if len(ours) != 1:
-        raise OptionError(
-            "handlers: expected exactly one item with a deltackpt.Tables, found "
-            f"{sorted(ours) or 'none'}; give e.g. {{'embeddings': Tables(select='params/emb/*')}}"
-        )
-    [(item, chosen)] = ours.items()
-    others = {name: handler for name, handler in given.items() if name != item}
-    for name, handler in others.items():
-        # By its methods: grain's handler, for one, names no base class.
-        works = all(callable(getattr(handler, call, None)) for call in ("save", "restore"))
-        if name == layout.DENSE_ITEM or not works or isinstance(handler, type):
-            raise OptionError(
-                f"handlers[{name!r}]: expected an Orbax CheckpointHandler under a name other "
-                f"than {layout.DENSE_ITEM!r}, found {type(handler).__name__}"
-            )
-    return item, chosen, others
-
-
-def _bounded(call: Callable[[], object], timeout_secs: float, what: str) -> None:
-    """Runs a wait of Orbax, which has no limit of its own, with one."""
-    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    threading.Thread(target=run, name="deltackpt-wait", daemon=True).start()
-    try:
-        outcome.result(timeout_secs)
-    except TimeoutError as error:
-        if outcome.done():
-            raise
-        raise WaitTimeout(
-            f"{what}: expected it to end within {timeout_secs} s (ManagerOptions.timeouts), found "
-            "it still running; look at the storage, then wait() again"
-        ) from error
