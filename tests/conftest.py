@@ -13,7 +13,12 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     ).strip()
 
+import hypothesis
 import pytest
+
+# A time limit for each example would be an assertion on time.
+hypothesis.settings.register_profile("deltackpt", deadline=None)
+hypothesis.settings.load_profile("deltackpt")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
