@@ -14,6 +14,7 @@ from unittest import mock
 
 import orbax.checkpoint as v0
 import orbax.checkpoint.experimental.v1 as ocp
+from orbax.checkpoint.experimental.v1._src.handlers import registration
 from orbax.checkpoint.experimental.v1._src.training import (
     checkpointer as checkpointer_lib,
 )
@@ -30,9 +31,11 @@ from deltackpt.manifest import SaveId
 class HandlerRegisteredTest(CheckpointerTestBase.Test):
     """Our handler beside Orbax's own takes nothing away from them."""
 
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
+    def setUp(self) -> None:
+        super().setUp()
+        # In a global registry of its own: other tests register the handler themselves.
+        registry = ocp.handlers.local_registry()
+        self.enter_context(mock.patch.object(registration, "_GLOBAL_REGISTRY", registry))
         ocp.handlers.register_handler(DeltaCheckpointableHandler)
 
 
