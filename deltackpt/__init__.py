@@ -20,13 +20,21 @@ if TYPE_CHECKING:
     from deltackpt.options import ManagerOptions, Timeouts
     from deltackpt.outcomes import Restored, Saved
     from deltackpt.pipeline import Embeddings, PipelineOptions
-    from deltackpt.policy import Consecutive, Intermittent, OneShot
+    from deltackpt.policy import (
+        BitWidthPolicy,
+        CodecChoice,
+        Consecutive,
+        Intermittent,
+        OneShot,
+    )
     from deltackpt.tables import Tables, split
     from deltackpt.touched import TouchState
 
 _MODULES = ("errors", "fingerprint", "policy", "touched")
 _NAMES = {
+    "BitWidthPolicy": "policy",
     "CheckpointManager": "manager",
+    "CodecChoice": "policy",
     "Consecutive": "policy",
     "DeltaCheckpointableHandler": "handlers.v1",
     "DeltaHandler": "handlers.v0",
@@ -46,7 +54,9 @@ _NAMES = {
 }
 
 __all__ = [
+    "BitWidthPolicy",
     "CheckpointManager",
+    "CodecChoice",
     "Consecutive",
     "DeltaCheckpointableHandler",
     "DeltaHandler",

@@ -21,6 +21,7 @@ _SAME_IN_PARTS = (
     "tables",
     "dense",
     "tracking_paths",
+    "restores",
 )
 _SHOWN_CHARS = 200
 

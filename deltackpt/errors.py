@@ -48,6 +48,12 @@ class SaveFailed(DeltackptError):
     taken: object = None
 
 
+class ErrorBudgetExceeded(DeltackptError):
+    """Encoding rows would change them more than was allowed; nothing was committed."""
+
+    code = "error-budget"
+
+
 class WaitTimeout(DeltackptError, TimeoutError):
     """A bounded wait ran out; the message names what was waited for."""
 

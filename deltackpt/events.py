@@ -21,6 +21,31 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TableFigures:
+    """One field of one table in a save.
+
+    Attributes:
+      table: the table.
+      field: ``values`` or ``slot.<name>``.
+      codec: how its rows were stored.
+      reason: why so.
+      rows: rows written.
+      nbytes: their bytes on disk.
+      ratio: ``nbytes`` over the bytes of these rows unencoded.
+      relative_error: norm of what decoding changes over the norm of the rows; 0 where lossless.
+    """
+
+    table: str
+    field: str
+    codec: str
+    reason: str
+    rows: int
+    nbytes: int
+    ratio: float
+    relative_error: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveEvent:
     """A committed save; rows and bytes are those of this process's part.
 
@@ -38,6 +63,7 @@ class SaveEvent:
       write_secs: encoding the rows and writing the arrays, in the background.
       digest_secs: reading the files back for their digests.
       total_secs: from the call of ``save()`` until the step was committed.
+      tables: each table and slot of which rows were written; not in the log's line.
     """
 
     step: int
@@ -53,6 +79,12 @@ class SaveEvent:
     write_secs: float
     digest_secs: float
     total_secs: float
+    tables: tuple[TableFigures, ...] = ()
+
+    @property
+    def relative_error(self) -> float:
+        """The greatest relative error of a table or slot; 0 where all were lossless."""
+        return max((figures.relative_error for figures in self.tables), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +202,17 @@ class PrometheusSink:
         self._save_secs = histogram(
             "deltackpt_save_seconds", "Time of a save by stage", "process", "kind", "stage"
         )
+        self._table_bytes = counter(
+            "deltackpt_saved_table_bytes",
+            "Bytes written of a table or slot",
+            *("process", "table", "field", "codec"),
+        )
+        self._table_error = prometheus_client.Gauge(
+            "deltackpt_relative_error",
+            "Relative l2 error of the newest save of a table or slot",
+            ("process", "table", "field"),
+            registry=self.registry,
+        )
         self._restores = counter("deltackpt_restores", "Restored steps", "process", "source")
         self._read = counter("deltackpt_restored_bytes", "Bytes read", "process", "source")
         self._restore_secs = histogram(
@@ -193,6 +236,10 @@ class PrometheusSink:
                 seconds = getattr(event, f"{stage}_secs")
                 self._save_secs.labels(*labels, stage).observe(seconds)
             self._step.labels(str(event.process)).set(event.step)
+            for figures in event.tables:
+                place = (str(event.process), figures.table, figures.field)
+                self._table_bytes.labels(*place, figures.codec).inc(figures.nbytes)
+                self._table_error.labels(*place).set(figures.relative_error)
         else:
             labels = (str(event.process), event.source)
             self._restores.labels(*labels).inc()
@@ -211,8 +258,10 @@ def _name(event: Event) -> str:
 
 def _figures(event: Event) -> str:
     """``key=value`` pairs in the order of the fields; the process is said before them."""
-    figures = dataclasses.asdict(event)
-    del figures["process"]
+    names = [field.name for field in dataclasses.fields(event)]
+    figures = {name: getattr(event, name) for name in names if name not in ("process", "tables")}
+    if isinstance(event, SaveEvent):
+        figures["relative_error"] = event.relative_error
     return " ".join(f"{key}={_shown(value)}" for key, value in figures.items())
 
 

@@ -26,6 +26,8 @@ import numpy as np
 
 from deltackpt import blocks
 from deltackpt.blocks import RowBlock, Rows
+from deltackpt.codecs import Codec
+from deltackpt.encode import DevicePiece, HostPiece, Piece
 from deltackpt.errors import TableSelectionError
 from deltackpt.manifest import FieldSpec, GroupEntry
 from deltackpt.staging import Staging
@@ -61,6 +63,11 @@ class FieldSource:
     dtype: np.dtype
     shards: list[FieldShard]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether all shards are in host memory already."""
+        return all(on_host(shard.data) for shard in self.shards)
+
     def gather(self, rows: Rows, out: np.ndarray) -> None:
         """Copies ``rows`` into ``out``, (len(rows), *trailing)."""
         for shard in self.shards:
@@ -76,11 +83,11 @@ class FieldSource:
                 # mode="clip" lets numpy write straight into `out`; the rows are in range.
                 np.take(shard.host(), chosen - shard.start, axis=0, out=out[part], mode="clip")
 
-    def dispatch(self, rows: Rows) -> list[tuple[jax.Array, int]]:
-        """Gathers ``rows`` on the devices and starts their copy to the host.
+    def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
+        """Gathers ``rows`` on the devices and starts their copy to the host, encoded if lossy.
 
         Returns:
-          The pieces in row order, each padded to a bucketed length, and its number of rows.
+          The pieces in row order, each padded to a bucketed length.
         """
         found = []
         for shard in self.shards:
@@ -91,11 +98,14 @@ class FieldSource:
             local = np.zeros(bucket(count), np.int32)
             local[:count] = np.asarray(rows[part]) - shard.start
             piece = _take(shard.data, local)
-            piece.copy_to_host_async()
-            found.append((piece, count))
+            if codec.lossless:
+                piece.copy_to_host_async()
+                found.append(DevicePiece(piece, count))
+            else:
+                found.append(DevicePiece.dispatch(codec, piece, count))
         return found
 
-    def pieces(self, rows: Rows, limit_rows: int) -> Iterator[np.ndarray]:
+    def pieces(self, rows: Rows, limit_rows: int) -> Iterator[Piece]:
         """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
 
         Each piece is valid until the next one is asked for.
@@ -105,13 +115,18 @@ class FieldSource:
                 part = rows[blocks.row_slice(rows, shard.start, shard.stop)]
                 for start in range(part.start, part.stop, limit_rows):
                     stop = min(start + limit_rows, part.stop)
-                    yield np.asarray(shard.data[start - shard.start : stop - shard.start])
+                    data = shard.data[start - shard.start : stop - shard.start]
+                    yield (
+                        HostPiece(np.asarray(data))
+                        if on_host(data)
+                        else DevicePiece(data, stop - start)
+                    )
             return
         buffer = np.empty((min(limit_rows, len(rows)), *self.trailing), self.dtype)
         for start in range(0, len(rows), limit_rows):
             chosen = rows[start : start + limit_rows]
             self.gather(chosen, buffer[: len(chosen)])
-            yield buffer[: len(chosen)]
+            yield HostPiece(buffer[: len(chosen)])
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,7 +141,7 @@ class SegmentSource:
     @property
     def on_host(self) -> bool:
         """Whether all fields are in host memory already."""
-        return all(on_host(s.data) for field in self.fields.values() for s in field.shards)
+        return all(field.on_host for field in self.fields.values())
 
     @property
     def row_bytes(self) -> int:
@@ -164,10 +179,39 @@ class SegmentSource:
                 futures.append(staging.submit(source.gather, self.rows[part], out[part]))
         return Copying(RowBlock(self.group, self.rows, self.columns, fields), futures)
 
-    def dispatched(self) -> Dispatched:
-        """The rows on their way from the devices: independent of the training state."""
-        fields = {name: source.dispatch(self.rows) for name, source in self.fields.items()}
-        return Dispatched(self.group, self.columns, self.rows, fields)
+    def dispatched(self, codecs: Mapping[str, Codec]) -> Dispatched:
+        """The rows on their way from the devices: independent of the training state.
+
+        Args:
+          codecs: field name to codec; lossy ones encode on the devices.
+        """
+        fields = {
+            name: source.dispatch(self.rows, codecs[name]) for name, source in self.fields.items()
+        }
+        lossy = frozenset(name for name in fields if not codecs[name].lossless)
+        return Dispatched(self.group, self.columns, self.rows, fields, lossy)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Landed:
+    """Rows that are independent of the training state.
+
+    Attributes:
+      block: fields in staging memory.
+      on_device: the other fields: gathered on accelerators, encoded there.
+    """
+
+    block: RowBlock
+    on_device: Mapping[str, Sequence[DevicePiece]]
+
+    def pieces(self, field: str, limit_rows: int) -> Iterator[Piece]:
+        """Rows of a field in order, those in host memory at most ``limit_rows`` at a time."""
+        if field in self.on_device:
+            yield from self.on_device[field]
+            return
+        rows = self.block.fields[field]
+        for start in range(0, len(rows), limit_rows):
+            yield HostPiece(rows[start : start + limit_rows])
 
 
 @dataclasses.dataclass(eq=False)
@@ -181,40 +225,45 @@ class Copying:
         """Returns when the training state is not read any more."""
         concurrent.futures.wait(self.futures)
 
-    def landed(self, staging: Staging) -> RowBlock:
+    def landed(self, staging: Staging) -> Landed:
         """Waits for the copies; raises what went wrong in them."""
         for future in self.futures:
             future.result()
-        return self.block
+        return Landed(self.block, {})
 
 
 @dataclasses.dataclass(eq=False)
 class Dispatched:
     """Rows that the devices gather and send to the host; see ``SegmentSource.dispatched``.
 
-    ``fields`` maps a field to the pieces of its rows in order: (padded device array, its rows).
+    ``fields`` maps a field to the pieces of its rows in order; those in ``lossy`` stay on the
+    devices until they are written, since a wider codec may be needed.
     """
 
     group: str
     columns: tuple[int, int]
     rows: Rows
-    fields: dict[str, list[tuple[jax.Array, int]]]
+    fields: dict[str, list[DevicePiece]]
+    lossy: frozenset[str]
 
     def wait(self) -> None:
         """Nothing to wait for: the gather was dispatched before later steps can be."""
 
-    def landed(self, staging: Staging) -> RowBlock:
-        """Waits for the transfers and puts the rows into staging memory."""
+    def landed(self, staging: Staging) -> Landed:
+        """Waits for the transfers and puts lossless fields into staging memory."""
         fields = {}
         for name, pieces in self.fields.items():
-            first = pieces[0][0]
+            if name in self.lossy:
+                continue
+            first = pieces[0].rows
             out = staging.take((len(self.rows), *first.shape[1:]), np.dtype(first.dtype))
             start = 0
-            for piece, count in pieces:
-                out[start : start + count] = np.asarray(piece)[:count]
-                start += count
+            for piece in pieces:
+                out[start : start + piece.count] = piece.host()
+                start += piece.count
             fields[name] = out
-        return RowBlock(self.group, self.rows, self.columns, fields)
+        block = RowBlock(self.group, self.rows, self.columns, fields)
+        return Landed(block, {name: self.fields[name] for name in self.lossy})
 
 
 def field_source(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tables group: those of equal fields and row sharding form one virtual table.
+"""How tables group: those of equal fields, codecs and row sharding form one virtual table.
 
 Names and offsets follow from the tables' names, so every process finds the same groups.
 """
@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from deltackpt import blocks, paths
-from deltackpt.errors import TableSelectionError
+from deltackpt import blocks, codecs, paths
+from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.manifest import FieldSpec, GroupEntry, TableEntry
 from deltackpt.paths import Flat
+from deltackpt.policy import BitWidthPolicy, CodecChoice
+
+#: How rows are stored: for all tables, or by table path pattern (the first that matches; ``raw``
+#: where none does). A codec's name and a policy stand for the deltas' rows.
+_OneOption = str | BitWidthPolicy | CodecChoice
+CodecOption = _OneOption | Mapping[str, _OneOption]
 
 
 @dataclasses.dataclass
@@ -32,29 +38,46 @@ class TableFields:
     fields: dict[str, tuple[int, bool]]
 
 
+class Grouped(NamedTuple):
+    """Groups, tables, and the codec choice of each field of each group."""
+
+    groups: tuple[GroupEntry, ...]
+    tables: tuple[TableEntry, ...]
+    choices: dict[str, dict[str, CodecChoice]]
+
+
 def group_tables(
-    found: list[TableFields], flat: Flat, codec: str | Mapping[str, str]
-) -> tuple[tuple[GroupEntry, ...], tuple[TableEntry, ...]]:
+    found: list[TableFields], flat: Flat, codec: CodecOption, slot_codec: CodecOption
+) -> Grouped:
     """Groups and table entries of tables that come sorted by name.
 
     Args:
       found: the tables.
       flat: the leaves of the state.
-      codec: codec of the values, for all or by table path pattern.
+      codec: how values are stored, for all tables or by table path pattern.
+      slot_codec: likewise for slots.
 
     Raises:
       TableSelectionError: a codec's pattern matches no table.
+      OptionError: a codec cannot hold the rows of a table.
     """
-    codec_of = _codecs(codec, [table.name for table in found])
+    names = [table.name for table in found]
+    values_of = _choices("codec", codec, names)
+    slots_of = _choices("slot_codec", slot_codec, names)
     rows_of: dict[Any, int] = {}
     placed = []
     for table in found:
         specs = tuple(
-            _field_spec(field, flat.leaves[i], always, codec_of[table.name])
+            _field_spec(field, flat.leaves[i], always)
             for field, (i, always) in sorted(table.fields.items(), key=_values_first)
         )
+        choices = tuple(
+            (values_of if spec.name == blocks.VALUES else slots_of)[table.name] for spec in specs
+        )
+        for spec, choice in zip(specs, choices, strict=True):
+            _check_fit(table.name, spec, choice)
         shardings = tuple(_row_sharding(flat.leaves[table.fields[spec.name][0]]) for spec in specs)
-        key = (specs, shardings)
+        key = (specs, choices, shardings)
         rows = flat.leaves[table.fields[blocks.VALUES][0]].shape[0]
         placed.append((table, key, rows_of.get(key, 0), rows))
         rows_of[key] = rows_of.get(key, 0) + rows
@@ -72,34 +95,47 @@ def group_tables(
         )
         for table, key, offset, rows in placed
     )
-    return groups, entries
+    chosen = {
+        name: {spec.name: choice for spec, choice in zip(key[0], key[1], strict=True)}
+        for key, name in name_of.items()
+    }
+    return Grouped(groups, entries, chosen)
 
 
 def _values_first(item: tuple[str, Any]) -> tuple[bool, str]:
     return item[0] != blocks.VALUES, item[0]
 
 
-def _codecs(codec: str | Mapping[str, str], names: list[str]) -> dict[str, str]:
-    if isinstance(codec, str):
-        return dict.fromkeys(names, codec)
-    for pattern in codec:
+def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, CodecChoice]:
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, CodecChoice.of(given))
+    for pattern in given:
         if not any(paths.matches(pattern, name) for name in names):
             raise TableSelectionError(
-                f"codec: pattern {pattern!r} matches no table; the tables are\n"
+                f"{option}: pattern {pattern!r} matches no table; the tables are\n"
                 f"{paths.listed(names)}"
             )
-    return {
-        name: next((c for pattern, c in codec.items() if paths.matches(pattern, name)), "raw")
-        for name in names
-    }
+    return {name: CodecChoice.of(_first_match(given, name)) for name in names}
 
 
-def _field_spec(field: str, leaf: Any, always: bool, codec: str) -> FieldSpec:
+def _first_match(given: Mapping[str, _OneOption], name: str) -> _OneOption:
+    matching = (choice for pattern, choice in given.items() if paths.matches(pattern, name))
+    return next(matching, "raw")
+
+
+def _check_fit(table: str, spec: FieldSpec, choice: CodecChoice) -> None:
+    for name in choice.names():
+        try:
+            codecs.get(name).check(spec.trailing, codecs.dtype_of(spec.dtype))
+        except OptionError as error:
+            raise OptionError(f"table {table}, {spec.name}: {error}") from error
+
+
+def _field_spec(field: str, leaf: Any, always: bool) -> FieldSpec:
     return FieldSpec(
         name=field,
         trailing=tuple(int(size) for size in leaf.shape[1:]),
         dtype=np.dtype(leaf.dtype).name,
-        codec=codec if field == blocks.VALUES else "raw",
         always=always,
     )
 

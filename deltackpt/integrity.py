@@ -74,10 +74,8 @@ def digest_tree(directory: Path, *, skip: Collection[str] = ()) -> Digests:
         return Digests(dict(zip(wanted, digests, strict=True)))
 
 
-def chunk_digests(
-    below: str, entry: ArrayEntry, checksums: Mapping[str, int]
-) -> dict[str, tuple[int, int, int]]:
-    """Digests of the chunks that ``storage.arrays.write_array`` wrote, without reading them.
+def chunk_digests(below: str, entry: ArrayEntry, checksums: Mapping[str, int]) -> dict[str, Digest]:
+    """Digests of the chunks that ``storage.arrays`` wrote, without reading them.
 
     Args:
       below: posix path of the array's directory.

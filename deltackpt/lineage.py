@@ -30,7 +30,7 @@ class Intent:
     """What one save will be.
 
     ``since_clock`` is the parent's clock: rows stamped after it are touched. It is None for a
-    base.
+    base. ``restores`` counts how often training has gone on from a restored step.
     """
 
     kind: Kind
@@ -38,6 +38,7 @@ class Intent:
     parent: ParentRef | None
     since_clock: int | None
     reason: str
+    restores: int = 0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -125,6 +126,7 @@ class Lineage:
                 parent=ref,
                 since_clock=parent.clock if parent is not None else None,
                 reason=reason,
+                restores=self._restores,
             )
 
     def next(self, *, clock: int | None, layout: Any, force_base: bool = False) -> Decision:
@@ -151,16 +153,20 @@ class Lineage:
             if self._in_flight is not None and self._in_flight.info.save_id == save_id:
                 self._in_flight = None
 
-    def adopt(self, chain: Sequence[SaveInfo], step_dir: Path, layout: Any) -> None:
+    def adopt(
+        self, chain: Sequence[SaveInfo], step_dir: Path, layout: Any, *, restores: int = 0
+    ) -> None:
         """Starts a new run at a restored step: the parent of what follows, at clock 0.
 
         Args:
           chain: the saves that were restored, base first.
           step_dir: the restored step.
           layout: the tables' layout.
+          restores: how often training had been restored when the step was saved.
         """
         with self._lock:
             self._start_run()
+            self._restores = restores + 1
             target = chain[-1]
             self._previous = self._anchor = _Known(
                 info=target,
@@ -189,6 +195,7 @@ class Lineage:
 
     def _start_run(self) -> None:
         self._run = uuid.uuid4().hex
+        self._restores = 0
         self._attempt = 0
         #: The newest save whose clock is known and that deltas may all be taken against.
         self._anchor: _Known | None = None

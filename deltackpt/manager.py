@@ -484,6 +484,7 @@ class CheckpointManager:
             write_secs=report.write_secs,
             digest_secs=report.digest_secs,
             total_secs=self._committed_at - flight.started,
+            tables=report.tables,
         )
         events.emit(event, self._sinks)
 
@@ -531,7 +532,12 @@ class CheckpointManager:
                 "removed; restore the newest step instead"
             ) from error
         if wanted is None and not self.options.read_only:
-            self._lineage.adopt([save.info for save in saves], step_dir, merged.layout)
+            self._lineage.adopt(
+                [save.info for save in saves],
+                step_dir,
+                merged.layout,
+                restores=saves[-1].manifests[0].restores,
+            )
             self._restored = step
         result = Restored(
             step=step,

@@ -20,7 +20,9 @@ from deltackpt.errors import Damaged, FormatTooNew
 
 FORMAT_VERSION = 1
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings"})
+#: Needed by what is not stored ``raw``: rows may stand beside their codes.
+ENCODINGS = "encodings"
 
 Kind = Literal["base", "delta"]
 #: One typed step of a key path: ("dict", key), ("seq", index), ("attr", name) or ("flat", index).
@@ -53,12 +55,13 @@ class FieldSpec:
     """One field of a group: ``values`` or ``slot.<name>``.
 
     ``trailing`` is the shape of one row; ``always`` fields are written whole in every delta.
+    ``codec`` is the one planned for a save; a segment may have another: ``Segment.spec``.
     """
 
     name: str
     trailing: tuple[int, ...]
     dtype: str
-    codec: str
+    codec: str = "raw"
     always: bool = False
 
 
@@ -90,8 +93,9 @@ class TableEntry:
 class ArrayEntry:
     """One stored Zarr array: its shape is the truth, not that of ``zarr.json``.
 
-    ``chunk_rows`` rows of the first axis make a chunk; other axes are not split. ``zstd`` arrays
-    are compressed, others can be read straight from their chunk files.
+    ``chunk_rows`` rows of the first axis make a chunk; other axes are not split. ``zstd`` and
+    ``byte_planes`` arrays are compressed, the latter with their last axis first; others can be
+    read straight from their chunk files.
     """
 
     name: str
@@ -99,6 +103,36 @@ class ArrayEntry:
     dtype: str
     chunk_rows: int
     zstd: bool = False
+    byte_planes: bool = False
+
+    @property
+    def compressed(self) -> bool:
+        """Whether a chunk's file holds something else than the bytes of its rows."""
+        return self.zstd or self.byte_planes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How one field of a segment was stored, and what that changed.
+
+    Attributes:
+      field: the field.
+      codec: the codec that was used in the end.
+      reason: why this one, for people.
+      nbytes: bytes of its stored arrays, checksums and compression included.
+      rows: rows of each table of the group, in the order of their offsets.
+      squared_error: likewise the sum of the squares of what decoding changes; 0 where lossless.
+      squared_norm: likewise the sum of the squares of the rows; 0 where lossless. Rows that are
+        stored beside their codes count in neither.
+    """
+
+    field: str
+    codec: str
+    reason: str
+    nbytes: int
+    rows: tuple[int, ...]
+    squared_error: tuple[float, ...]
+    squared_norm: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +151,14 @@ class Segment:
     ranges: tuple[tuple[int, int], ...] | None
     fields: tuple[str, ...]
     arrays: tuple[ArrayEntry, ...]
+    encodings: tuple[Encoding, ...] = ()
+
+    def spec(self, planned: FieldSpec) -> FieldSpec:
+        """A field's spec with the codec that this segment has it in."""
+        for encoding in self.encodings:
+            if encoding.field == planned.name and encoding.codec != planned.codec:
+                return dataclasses.replace(planned, codec=encoding.codec)
+        return planned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +189,8 @@ class Manifest:
     #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
     item_digests_crc32c: int = 0
     writers: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: How often the run had been restored before, itself included.
+    restores: int = 0
     features: tuple[str, ...] = ()
 
     @property

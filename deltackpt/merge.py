@@ -14,7 +14,7 @@ import numpy as np
 
 from deltackpt import blocks, codecs
 from deltackpt.blocks import EncodedBlock, RowBlock
-from deltackpt.manifest import GroupEntry
+from deltackpt.manifest import FieldSpec
 
 #: Decoded rows of this many stay in the cache until they are written.
 _PIECE_ROWS = 1 << 14
@@ -56,8 +56,13 @@ def apply(block: RowBlock, targets: Iterable[Target]) -> int:
     return written
 
 
-def apply_encoded(block: EncodedBlock, group: GroupEntry, targets: Sequence[Target]) -> int:
-    """Decodes and writes a block in cache-sized pieces; see ``apply``."""
+def apply_encoded(
+    block: EncodedBlock, specs: Sequence[FieldSpec], targets: Sequence[Target]
+) -> int:
+    """Decodes and writes a block, its fields as ``specs`` say, in cache-sized pieces.
+
+    See ``apply``.
+    """
     written = 0
     for start in range(0, len(block.rows), _PIECE_ROWS):
         piece = slice(start, start + _PIECE_ROWS)
@@ -67,7 +72,7 @@ def apply_encoded(block: EncodedBlock, group: GroupEntry, targets: Sequence[Targ
             block.columns,
             {name: array[piece] for name, array in block.arrays.items()},
         )
-        written += apply(codecs.decode_block(encoded, group), targets)
+        written += apply(codecs.decode_block(encoded, specs), targets)
     return written
 
 

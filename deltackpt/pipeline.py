@@ -12,20 +12,36 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from deltackpt import __about__, blocks, codecs, extract, integrity, layout, manifest
-from deltackpt.blocks import RowBlock
+from deltackpt import (
+    __about__,
+    blocks,
+    codecs,
+    encode,
+    events,
+    extract,
+    field_writer,
+    integrity,
+    layout,
+    manifest,
+    stored,
+)
+from deltackpt.codecs import Codec
+from deltackpt.encode import Piece
 from deltackpt.errors import OutOfSpace
-from deltackpt.extract import Copying, Dispatched, SegmentSource
-from deltackpt.integrity import Digests
+from deltackpt.extract import Copying, Dispatched, Landed, SegmentSource
+from deltackpt.field_writer import Place
+from deltackpt.integrity import Digest, Digests
 from deltackpt.lineage import Intent, Lineage
-from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
+from deltackpt.manifest import GroupEntry, Manifest, Segment
+from deltackpt.policy import Choice
 from deltackpt.staging import Staging
 from deltackpt.storage import arrays, files, gaps
 from deltackpt.tables import Split, match_touched
@@ -34,6 +50,8 @@ from deltackpt.touched import TouchState
 #: Rows of held state are encoded in pieces of about this size.
 PIECE_BYTES = arrays.CHUNK_BYTES
 _WRITERS = 2
+#: Group name to field name to the codec that a save tries first.
+Plans = Mapping[str, Mapping[str, Choice]]
 _PROCEED_SECS = 10.0
 
 
@@ -77,8 +95,8 @@ class Embeddings:
 class SaveReport:
     """What the background half of a save did; seconds are wall time.
 
-    ``rows`` and ``bytes_written`` count this process's part, ``base_bytes`` what all rows of
-    tables and slots take unencoded.
+    ``rows``, ``bytes_written`` and ``tables`` are of this process's part, ``base_bytes`` is what
+    all rows of tables and slots take unencoded.
     """
 
     intent: Intent
@@ -89,6 +107,7 @@ class SaveReport:
     extract_secs: float
     write_secs: float
     digest_secs: float
+    tables: tuple[events.TableFigures, ...]
 
 
 class PendingSave:
@@ -100,11 +119,13 @@ class PendingSave:
         intent: Intent,
         segments: Sequence[SegmentSource],
         copied: Sequence[Copying | Dispatched] | None,
+        plans: Plans,
         staging: Staging,
         extract_secs: float,
     ):
         """Made by ``snapshot``."""
         self.intent = intent
+        self.plans = plans
         self.released = threading.Event()
         #: ``write`` waits for it: busy beside the start of Orbax's own threads it would cost
         #: each of them, and so the training thread, a switch interval of the interpreter.
@@ -112,7 +133,7 @@ class PendingSave:
         self.report: SaveReport | None = None
         self._embeddings = embeddings
         self._segments = list(segments)
-        self._copied: list[Copying | Dispatched | RowBlock] | None = None
+        self._copied: list[Copying | Dispatched | Landed] | None = None
         self._staging = staging
         self._extract_secs = extract_secs
         self._layout = embeddings.split.layout
@@ -124,7 +145,7 @@ class PendingSave:
         """Returns when copied rows have left the training state; a held state has not yet."""
         if self._copied is not None:
             for block in self._copied:
-                if not isinstance(block, RowBlock):
+                if not isinstance(block, Landed):
                     block.wait()
             self.released.set()
 
@@ -143,9 +164,9 @@ class PendingSave:
         started = time.perf_counter()
         try:
             self._land()
-            stored, chunks = self._write_segments(item_dir, process)
+            segments, chunks = self._write_segments(item_dir, process)
             written = time.perf_counter()
-            self._finish(item_dir, stored, chunks, process, process_count)
+            self._finish(item_dir, segments, chunks, process, process_count)
         finally:
             self._release()
         nbytes = sum(path.stat().st_size for path in item_dir.rglob("*") if path.is_file())
@@ -158,6 +179,7 @@ class PendingSave:
             extract_secs=self._extract_secs,
             write_secs=written - started,
             digest_secs=time.perf_counter() - written,
+            tables=stored.table_figures(self._layout.groups, self._layout.tables, segments),
         )
         if self._embeddings.lineage is not None:
             self._embeddings.lineage.wrote(self.intent.save_id, nbytes)
@@ -173,89 +195,93 @@ class PendingSave:
 
     def _write_segments(
         self, item_dir: Path, process: int
-    ) -> tuple[list[Segment], dict[str, tuple[int, int, int]]]:
+    ) -> tuple[list[Segment], dict[str, Digest]]:
         """What was written, and the digests of its chunks."""
         groups = {group.name: group for group in self._layout.groups}
-        jobs = []
-        stored = []
-        for number, source in enumerate(self._segments):
-            name = f"{source.group}.{number}"
-            entries, writes = self._plan_segment(number, source, groups[source.group])
-            for entry, pieces in writes:
-                directory = layout.array_dir(item_dir, process, name, entry.name)
-                jobs.append((item_dir, directory, entry, pieces))
-            stored.append(
-                Segment(
-                    name=name,
-                    group=source.group,
-                    columns=source.columns,
-                    count=len(source.rows),
-                    ranges=_ranges(source.rows),
-                    fields=tuple(source.fields),
-                    arrays=tuple(entries),
-                )
-            )
-        chunks: dict[str, tuple[int, int, int]] = {}
-        with concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool:
-            for future in [pool.submit(self._write_array, *job) for job in jobs]:
-                chunks |= future.result()
-        return stored, chunks
-
-    def _write_array(
-        self,
-        item_dir: Path,
-        directory: Path,
-        entry: ArrayEntry,
-        pieces: Callable[[], Iterator[np.ndarray]],
-    ) -> dict[str, tuple[int, int, int]]:
         fsync = self._embeddings.options.fsync
-        checksums = arrays.write_array(directory, entry, pieces(), fsync=fsync)
-        below = directory.relative_to(item_dir).as_posix()
-        return integrity.chunk_digests(below, entry, checksums)
+        with concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool:
+            started = []
+            for number, source in enumerate(self._segments):
+                place = Place(item_dir, process, f"{source.group}.{number}", fsync)
+                rows = pool.submit(_write_rows, place, source.rows)
+                bounds = self._bounds(groups[source.group], source.rows)
+                fields = [
+                    pool.submit(
+                        field_writer.write_field,
+                        place,
+                        self._field(source, name, bounds),
+                        functools.partial(self._pieces, number, name),
+                    )
+                    for name in source.fields
+                ]
+                started.append((place, source, rows, fields))
+            chunks: dict[str, Digest] = {}
+            segments = []
+            for place, source, rows, fields in started:
+                stored = [future.result() for future in fields]
+                written = [rows.result(), *(field.arrays for field in stored)]
+                for found in written:
+                    chunks |= found.chunks
+                segments.append(
+                    Segment(
+                        name=place.segment,
+                        group=source.group,
+                        columns=source.columns,
+                        count=len(source.rows),
+                        ranges=_ranges(source.rows),
+                        fields=tuple(source.fields),
+                        arrays=tuple(entry for found in written for entry in found.entries),
+                        encodings=tuple(field.encoding for field in stored),
+                    )
+                )
+        return segments, chunks
 
-    def _plan_segment(
-        self, number: int, source: SegmentSource, group: GroupEntry
-    ) -> tuple[list[ArrayEntry], list[tuple[ArrayEntry, Callable[[], Iterator[np.ndarray]]]]]:
-        """Entries of a segment's arrays, and for each array what yields its pieces."""
-        specs = {spec.name: spec for spec in group.fields}
-        writes = []
-        if not isinstance(source.rows, range):
-            encoded = gaps.encode_gaps(source.rows)
-            entry = arrays.array_entry(layout.GAPS, encoded.shape, encoded.dtype, zstd=True)
-            writes.append((entry, functools.partial(iter, [encoded])))
-        for field in source.fields:
-            codec = codecs.get(specs[field].codec)
-            trailing = source.fields[field].trailing
-            for suffix, (tail, dtype) in codec.stored(trailing, source.fields[field].dtype).items():
-                name = f"{field}.{suffix}" if suffix else field
-                entry = arrays.array_entry(name, (len(source.rows), *tail), np.dtype(dtype))
-                pieces = functools.partial(self._pieces, number, field, specs[field], suffix)
-                writes.append((entry, pieces))
-        return [entry for entry, _ in writes], writes
+    def _bounds(self, group: GroupEntry, rows: blocks.Rows) -> tuple[list[str], np.ndarray]:
+        """Names of a group's tables, and the positions at which their rows begin and end."""
+        tables = sorted(
+            (table for table in self._layout.tables if table.group == group.name),
+            key=lambda table: table.offset,
+        )
+        starts = [blocks.row_slice(rows, table.offset, group.rows).start for table in tables]
+        return [table.name for table in tables], np.array([*starts, len(rows)])
 
-    def _pieces(
-        self, number: int, field: str, spec: FieldSpec, suffix: str
-    ) -> Iterator[np.ndarray]:
-        codec = codecs.get(spec.codec)
+    def _field(
+        self, source: SegmentSource, name: str, tables: tuple[list[str], np.ndarray]
+    ) -> field_writer.Field:
+        held = source.fields[name]
+        return field_writer.Field(
+            name=name,
+            trailing=held.trailing,
+            dtype=held.dtype,
+            tables=tables[0],
+            bounds=tables[1],
+            choice=self._embeddings.split.codecs[source.group][name],
+            planned=self.plans[source.group][name],
+        )
+
+    def _pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
+        """Rows of a field in order, in pieces that suit the codec."""
+        source = self._segments[number].fields[field]
+        row_bytes = math.prod(source.trailing) * source.dtype.itemsize
+        chunk_rows = max(1, PIECE_BYTES // max(1, row_bytes))
+        on_host = encode.piece_rows(source.trailing)
         if self._copied is not None:
-            block = self._copied[number]
-            assert isinstance(block, RowBlock)
-            values: Iterator[np.ndarray] = iter([block.fields[field]])
-        else:
-            source, rows = self._segments[number].fields[field], self._segments[number].rows
-            row_bytes = int(np.prod(source.trailing, dtype=np.int64)) * source.dtype.itemsize
-            limit = max(1, PIECE_BYTES // max(1, row_bytes))
-            if codec.zero_copy and isinstance(rows, range):
-                limit = max(1, len(rows))
-            values = source.pieces(rows, limit)
-        for piece in values:
-            yield codec.encode(piece)[suffix]
+            landed = self._copied[number]
+            assert isinstance(landed, Landed)
+            whole = max(1, len(landed.block.rows))
+            return landed.pieces(field, whole if codec.lossless else on_host)
+        rows = self._segments[number].rows
+        if not codec.lossless:
+            return source.pieces(rows, on_host if source.on_host else chunk_rows)
+        # Raw rows are written from where they are.
+        in_place = codec.name == "raw" and isinstance(rows, range)
+        return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
 
     def _finish(
         self,
         item_dir: Path,
-        stored: list[Segment],
-        chunks: Mapping[str, tuple[int, int, int]],
+        segments: list[Segment],
+        chunks: Mapping[str, Digest],
         process: int,
         process_count: int,
     ) -> None:
@@ -272,33 +298,47 @@ class PendingSave:
             reason=self.intent.reason,
             process=process,
             process_count=process_count,
-            groups=self._layout.groups,
+            groups=self._planned_groups(),
             tables=self._layout.tables,
-            segments=tuple(stored),
+            segments=tuple(segments),
             dense=self._layout.dense,
             tracking_paths=self._layout.tracking_paths,
             digests=self._embeddings.options.digests,
             item_digests_crc32c=digests_crc32c,
             writers=__about__.writer_versions(),
+            restores=self.intent.restores,
+            features=_features(segments),
         )
         name = layout.manifest_name(process)
         files.write_atomic(item_dir / name, manifest.to_bytes(record), fsync=fsync)
+
+    def _planned_groups(self) -> tuple[GroupEntry, ...]:
+        """The groups with the codecs that this save planned."""
+        return tuple(
+            dataclasses.replace(
+                group,
+                fields=tuple(
+                    dataclasses.replace(spec, codec=self.plans[group.name][spec.name].codec)
+                    for spec in group.fields
+                ),
+            )
+            for group in self._layout.groups
+        )
 
     def _land(self) -> None:
         """Waits for rows that are on their way from the training state."""
         self.wait_copied()
         if self._copied is not None:
             self._copied = [
-                block if isinstance(block, RowBlock) else block.landed(self._staging)
+                block if isinstance(block, Landed) else block.landed(self._staging)
                 for block in self._copied
             ]
 
     def _release(self) -> None:
         self.wait_copied()
-        for block in self._copied or ():
-            held = block.block if isinstance(block, Copying) else block
-            if isinstance(held, RowBlock):
-                for buffer in held.fields.values():
+        for held in self._copied or ():
+            if not isinstance(held, Dispatched):
+                for buffer in held.block.fields.values():
                     self._staging.give_back(buffer)
         if self._copied is not None:
             self._copied = []
@@ -334,6 +374,13 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     )
     try:
         whole = intent.since_clock is None
+        plans = {
+            group: {
+                field: choice.planned(intent.kind, restores=intent.restores)
+                for field, choice in choices.items()
+            }
+            for group, choices in split.codecs.items()
+        }
         segments = extract.segment_sources(
             split.layout, split.fields, _rows_of(embeddings, intent, names, staging), whole=whole
         )
@@ -342,7 +389,9 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         copied = None
         if not whole and staging.fits(nbytes):
             copied = [
-                segment.copied(staging) if segment.on_host else segment.dispatched()
+                segment.copied(staging)
+                if segment.on_host
+                else segment.dispatched(_codecs_of(plans[segment.group]))
                 for segment in segments
             ]
         else:
@@ -350,7 +399,26 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     except BaseException:
         lineage.failed(intent.save_id)
         raise
-    return PendingSave(embeddings, intent, segments, copied, staging, time.perf_counter() - started)
+    extract_secs = time.perf_counter() - started
+    return PendingSave(embeddings, intent, segments, copied, plans, staging, extract_secs)
+
+
+def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
+    return {field: codecs.get(choice.codec) for field, choice in plan.items()}
+
+
+def _write_rows(place: Place, rows: blocks.Rows) -> field_writer.StoredArrays:
+    """Writes which rows a segment holds, where ranges do not say it."""
+    if isinstance(rows, range):
+        return field_writer.StoredArrays((), {})
+    encoded = gaps.encode_gaps(rows)
+    entry = arrays.array_entry(layout.GAPS, encoded.shape, encoded.dtype, zstd=True)
+    return field_writer.write_array(place, entry, iter([encoded]))
+
+
+def _features(segments: Sequence[Segment]) -> tuple[str, ...]:
+    coded = any(encoding.codec != "raw" for segment in segments for encoding in segment.encodings)
+    return (manifest.ENCODINGS,) if coded else ()
 
 
 def base_bytes(groups: Sequence[GroupEntry]) -> int:

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from deltackpt import blocks, codecs, layout, merge
-from deltackpt.blocks import EncodedBlock, Rows
+from deltackpt.blocks import EncodedBlock, RowBlock, Rows
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     RestoreError,
     TemplateMismatch,
 )
-from deltackpt.manifest import ArrayEntry, FieldSpec, GroupEntry, Manifest, Segment
+from deltackpt.manifest import ArrayEntry, FieldSpec, Manifest, Segment
 from deltackpt.merge import Target
 from deltackpt.staging import Staging
 from deltackpt.storage import files, gaps
@@ -300,70 +300,117 @@ class _Meter:
 class _Piece:
     """Positions ``[start, stop)`` of one field of a segment: within one chunk of its main array."""
 
-    save: StoredSave
-    process: int
-    segment: Segment
-    group: GroupEntry
-    spec: FieldSpec
+    field: _StoredField
     rows: Rows
     start: int
     stop: int
     targets: tuple[Target, ...]
 
-    @functools.cached_property
-    def stored(self) -> dict[str, ArrayEntry]:
-        """Codec suffix to the stored array."""
-        field = self.spec.name
-        entries = {entry.name: entry for entry in self.segment.arrays}
-        suffixes = codecs.get(self.spec.codec).stored(
-            self.spec.trailing, codecs.dtype_of(self.spec.dtype)
-        )
-        return {suffix: entries[f"{field}.{suffix}" if suffix else field] for suffix in suffixes}
-
     @property
     def nbytes(self) -> int:
         """Stored bytes of the piece."""
         return sum(
-            entry_bytes(entry) * (self.stop - self.start) // max(1, entry.shape[0])
-            for entry in self.stored.values()
+            entry_bytes(entry) * (self.stop - self.start) // max(1, self.field.segment.count)
+            for entry in (*self.field.stored.values(), *self.field.beside)
         )
 
     def run(self, meter: _Meter, scratch: Staging) -> None:
         """Reads, decodes and merges the piece; what is read on the way is in ``scratch``."""
         direct = self._direct_target()
         if direct is not None:
-            self._read(self.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
+            self._read(self.field.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
         else:
             self._merge(scratch)
+            self._merge_beside()
         meter.add(self.nbytes)
 
     def _direct_target(self) -> np.ndarray | None:
         """The part of a final buffer that the stored bytes can be read into as they are."""
-        if self.spec.codec != "raw" or not isinstance(self.rows, range):
+        if self.field.spec.codec != "raw" or not isinstance(self.rows, range):
             return None
         for target in self.targets:
             first, last = target.rows
             if first <= self.rows.start and self.rows.stop <= last:
                 view = target.buffer[self.rows.start - first : self.rows.stop - first]
-                width = self.stored[""].shape[1:]
+                width = self.field.stored[""].shape[1:]
                 return view if view.shape[1:] == width else None
         return None
 
     def _merge(self, scratch: Staging) -> None:
         found: dict[str, np.ndarray] = {}
+        segment = self.field.segment
         try:
-            for entry in self.stored.values():
+            for entry in self.field.stored.values():
                 shape = (self.stop - self.start, *entry.shape[1:])
                 found[entry.name] = scratch.take(shape, np.dtype(entry.dtype))
                 self._read(entry, found[entry.name])
-            block = EncodedBlock(self.segment.group, self.rows, self.segment.columns, found)
-            merge.apply_encoded(block, self.group, self.targets)
+            block = EncodedBlock(segment.group, self.rows, segment.columns, found)
+            merge.apply_encoded(block, [self.field.spec], self.targets)
         finally:
             for buffer in found.values():
                 scratch.give_back(buffer)
 
+    def _merge_beside(self) -> None:
+        """Rows of the piece that its codec did not hold replace what it made of them."""
+        field = self.field
+        if not field.beside:
+            return
+        first, last = np.searchsorted(field.beside_at, (self.start, self.stop))
+        if first == last:
+            return
+        entry = field.beside[0]
+        found = np.empty((last - first, *entry.shape[1:]), np.dtype(entry.dtype))
+        field.read(entry, int(first), int(last), found)
+        rows = np.asarray(self.rows)[field.beside_at[first:last] - self.start]
+        values = {field.spec.name: found.view(codecs.dtype_of(field.spec.dtype))}
+        block = RowBlock(field.segment.group, rows, field.segment.columns, values)
+        merge.apply(block, self.targets)
+
     def _read(self, entry: ArrayEntry, out: np.ndarray) -> None:
-        self.save.read_array(self.process, self.segment, entry, self.start, self.stop, out)
+        self.field.read(entry, self.start, self.stop, out)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StoredField:
+    """One field of a segment: its spec with the codec that it was stored by."""
+
+    save: StoredSave
+    process: int
+    segment: Segment
+    spec: FieldSpec
+
+    @functools.cached_property
+    def stored(self) -> dict[str, ArrayEntry]:
+        """Codec suffix to the stored array."""
+        suffixes = codecs.get(self.spec.codec).stored(
+            self.spec.trailing, codecs.dtype_of(self.spec.dtype)
+        )
+        return {suffix: self._entries[self._name(suffix)] for suffix in suffixes}
+
+    @functools.cached_property
+    def beside(self) -> tuple[ArrayEntry, ...]:
+        """The rows that the codec did not hold, and their positions; empty where there are none."""
+        names = [self._name(suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)]
+        return tuple(self._entries[name] for name in names if name in self._entries)
+
+    @functools.cached_property
+    def beside_at(self) -> np.ndarray:
+        """Positions in the segment, ascending, of the rows that the codec did not hold."""
+        entry = self.beside[1]
+        out = np.empty(entry.shape, np.dtype(entry.dtype))
+        self.read(entry, 0, entry.shape[0], out)
+        return out
+
+    @functools.cached_property
+    def _entries(self) -> dict[str, ArrayEntry]:
+        return {entry.name: entry for entry in self.segment.arrays}
+
+    def _name(self, suffix: str) -> str:
+        return codecs.array_name(self.spec.name, suffix)
+
+    def read(self, entry: ArrayEntry, start: int, stop: int, out: np.ndarray) -> None:
+        """Reads rows of one of the arrays."""
+        self.save.read_array(self.process, self.segment, entry, start, stop, out)
 
 
 def _pieces(save: StoredSave, targets: Sequence[Target]) -> list[_Piece]:
@@ -376,36 +423,23 @@ def _pieces(save: StoredSave, targets: Sequence[Target]) -> list[_Piece]:
             for field in segment.fields:
                 chosen = tuple(t for t in targets if (t.group, t.field) == (segment.group, field))
                 if chosen:
-                    found += _segment_pieces(save, record, segment, specs[field], chosen)
+                    stored = _StoredField(save, record.process, segment, segment.spec(specs[field]))
+                    found += _field_pieces(stored, record, chosen)
     return found
 
 
-def _segment_pieces(
-    save: StoredSave,
-    record: Manifest,
-    segment: Segment,
-    spec: FieldSpec,
-    targets: tuple[Target, ...],
+def _field_pieces(
+    stored: _StoredField, record: Manifest, targets: tuple[Target, ...]
 ) -> Iterator[_Piece]:
-    main = next(entry for entry in segment.arrays if entry.name == spec.name)
-    for rows, first in _runs(save, record, segment):
+    chunk_rows = stored.stored[""].chunk_rows
+    for rows, first in _runs(stored.save, record, stored.segment):
         spans = [blocks.row_slice(rows, *target.rows) for target in targets]
         for start, stop in _merged(spans):
             while start < stop:
                 position = first + start
-                chunk_end = (position // main.chunk_rows + 1) * main.chunk_rows - first
+                chunk_end = (position // chunk_rows + 1) * chunk_rows - first
                 end = min(stop, chunk_end)
-                yield _Piece(
-                    save,
-                    record.process,
-                    segment,
-                    record.group_by_name[segment.group],
-                    spec,
-                    rows[start:end],
-                    position,
-                    first + end,
-                    targets,
-                )
+                yield _Piece(stored, rows[start:end], position, first + end, targets)
                 start = end
 
 

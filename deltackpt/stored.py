@@ -5,23 +5,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from deltackpt import blocks, chain, integrity, layout, manifest
+from deltackpt import blocks, chain, codecs, integrity, layout, manifest
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
     ForeignDirectory,
+    FormatTooNew,
     RestoreError,
     StepGone,
     StepNotFound,
 )
-from deltackpt.manifest import ArrayEntry, Manifest, Segment
+from deltackpt.events import TableFigures
+from deltackpt.manifest import (
+    ArrayEntry,
+    Encoding,
+    FieldSpec,
+    GroupEntry,
+    Manifest,
+    Segment,
+    TableEntry,
+)
 from deltackpt.storage import arrays, files
 from deltackpt.tables import Layout
 
@@ -71,10 +82,17 @@ class StoredSave:
 
     @property
     def layout(self) -> Layout:
-        """Tables and groups of the save."""
+        """Tables and groups of the save, whatever its codecs."""
         first = self.manifests[0]
+        plain = FieldSpec.codec
         return Layout(
-            groups=first.groups,
+            groups=tuple(
+                dataclasses.replace(
+                    group,
+                    fields=tuple(dataclasses.replace(spec, codec=plain) for spec in group.fields),
+                )
+                for group in first.groups
+            ),
             tables=first.tables,
             dense=first.dense,
             tracking_paths=first.tracking_paths,
@@ -88,6 +106,7 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
       StepNotFound: there is no such step directory.
       ForeignDirectory: the step holds no item of ours.
       Damaged: a manifest is missing, altered, or of another save.
+      FormatTooNew: it has codecs that are not known here.
     """
     item_dir = step_dir / item
     if not step_dir.is_dir():
@@ -112,6 +131,7 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
         for _, path in sorted(paths.items())
     ]
     chain.check_parts(records)
+    _check_codecs(records, f"{step_dir.name}/{item}")
     first = records[0]
     info = SaveInfo(
         save_id=first.save_id,
@@ -121,6 +141,75 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
         nbytes=sum(stored_bytes(record) for record in records),
     )
     return StoredSave(info, step_dir, item, tuple(records))
+
+
+def _check_codecs(records: Sequence[Manifest], name: str) -> None:
+    unknown = {
+        segment.spec(spec).codec
+        for record in records
+        for segment in record.segments
+        for spec in record.group_by_name[segment.group].fields
+        if spec.name in segment.fields
+    }.difference(codecs.names())
+    if unknown:
+        raise FormatTooNew(
+            f"{name}: expected codecs among {codecs.names()}, found {sorted(unknown)}; "
+            "install the newer deltackpt that wrote it"
+        )
+
+
+def table_figures(
+    groups: Sequence[GroupEntry], tables: Sequence[TableEntry], segments: Sequence[Segment]
+) -> tuple[TableFigures, ...]:
+    """What segments hold of each table, by field.
+
+    A field's bytes are shared out by rows. The bytes of the row numbers, which serve all fields
+    of a segment, are in none of them.
+
+    Args:
+      groups: of the save.
+      tables: of the save.
+      segments: of one part, or of all.
+    """
+    found = []
+    for group in groups:
+        members = sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
+        for spec in group.fields:
+            parts = [
+                (segment, encoding)
+                for segment in segments
+                for encoding in segment.encodings
+                if (segment.group, encoding.field) == (group.name, spec.name)
+            ]
+            row_bytes = math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize
+            for place, table in enumerate(members):
+                figures = _figures(table.name, spec.name, place, parts, row_bytes)
+                if figures.rows:
+                    found.append(figures)
+    return tuple(found)
+
+
+def _figures(
+    table: str, field: str, place: int, parts: Sequence[tuple[Segment, Encoding]], row_bytes: int
+) -> TableFigures:
+    """Figures of the table that stands at ``place`` in its group."""
+    # Segments of other columns hold the same rows again.
+    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == 0)
+    nbytes = sum(
+        round(part.nbytes * part.rows[place] / max(1, sum(part.rows))) for _, part in parts
+    )
+    norm = sum(part.squared_norm[place] for _, part in parts)
+    error = sum(part.squared_error[place] for _, part in parts)
+    return TableFigures(
+        table=table,
+        field=field,
+        codec="+".join(sorted({part.codec for _, part in parts})),
+        reason="; ".join(sorted({part.reason for _, part in parts})),
+        rows=rows,
+        nbytes=nbytes,
+        ratio=nbytes / max(1, rows * row_bytes),
+        relative_error=math.sqrt(error / norm) if norm else 0.0,
+    )
 
 
 def stored_bytes(record: Manifest) -> int:

@@ -20,9 +20,10 @@ from jax import tree_util
 from deltackpt import blocks, paths, slots
 from deltackpt import touched as tracking
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
-from deltackpt.groups import TableFields, group_tables
+from deltackpt.groups import CodecOption, TableFields, group_tables
 from deltackpt.manifest import DenseLeaf, GroupEntry, KeyPath, TableEntry
 from deltackpt.paths import Flat, Select, path_name
+from deltackpt.policy import CodecChoice
 from deltackpt.touched import TouchState
 
 #: Layouts that one Tables remembers; a training run has one or two.
@@ -42,8 +43,11 @@ class Tables:
         step; the tables that no pattern matches keep the slots that are found.
       always: names of slots whose rows all move at every step, written whole at each save;
         a pattern matches the whole name or its last step. Adafactor's are known.
-      codec: codec of the tables' values, for all or by table path pattern (the first that
-        matches; ``raw`` where none does). Slots are always ``raw``.
+      codec: how the tables' values are stored: the name of a codec for the rows of deltas, a
+        ``BitWidthPolicy`` that chooses one, or a ``CodecChoice``; for all tables or by table
+        path pattern (the first that matches; ``raw`` where none does). Lossy codecs are taken
+        only where they are asked for.
+      slot_codec: likewise for the tables' slots.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,12 +60,14 @@ class Tables:
     select: Select
     slots: Mapping[str, Mapping[str, Select]] | None = None
     always: Sequence[str] = ()
-    codec: str | Mapping[str, str] = "raw"
+    codec: CodecOption = "raw"
+    slot_codec: CodecOption = "raw"
 
     def __post_init__(self) -> None:
         paths.check_select(self.select)
-        if not isinstance(self.codec, (str, Mapping)):
-            raise OptionError(f"codec: expected a name or a mapping, found {self.codec!r}")
+        for option in (self.codec, self.slot_codec):
+            for given in option.values() if isinstance(option, Mapping) else [option]:
+                CodecChoice.of(given)
         if self.slots is not None and not isinstance(self.slots, Mapping):
             raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
 
@@ -69,6 +75,8 @@ class Tables:
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Tables, their groups and the dense leaves of one state; equal for equal states.
+
+    Codecs are not part of it: each save plans its own.
 
     Attributes:
       groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
@@ -92,12 +100,14 @@ class Split:
       fields: table name to field name to leaf, (rows, *trailing).
       dense: nested dicts with string keys of the dense leaves.
       touched: the state's TouchState, None where it has none.
+      codecs: group name to field name to how its rows are to be stored.
     """
 
     layout: Layout
     fields: dict[str, dict[str, Any]]
     dense: dict[str, Any]
     touched: TouchState | None
+    codecs: dict[str, dict[str, CodecChoice]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,6 +115,7 @@ class _Plan:
     """What to take from which position of the flattened state."""
 
     layout: Layout
+    codecs: dict[str, dict[str, CodecChoice]]
     fields: dict[str, dict[str, int]]
     dense: tuple[tuple[tuple[str, ...], int], ...]
     places: tuple[tracking.Place, ...]
@@ -142,7 +153,7 @@ def split(state: Any, tables: Tables) -> Split:
             node = node.setdefault(step, {})
         node[key[-1]] = _plain_empty(leaves[i])
     touched = tracking.combine(_touched_at(place, leaves) for place in plan.places)
-    return Split(plan.layout, fields, dense, touched)
+    return Split(plan.layout, fields, dense, touched, plan.codecs)
 
 
 def join(
@@ -272,17 +283,18 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     found = _choose(state, flat, tables, tracked)
     taken = {i for table in found for i, _ in table.fields.values()} | tracked
     dense = [i for i in range(len(flat.leaves)) if i not in taken]
-    groups, entries = group_tables(found, flat, tables.codec)
+    grouped = group_tables(found, flat, tables.codec, tables.slot_codec)
     layout = Layout(
-        groups,
-        entries,
+        grouped.groups,
+        grouped.tables,
         tuple(DenseLeaf(path=flat.paths[i], key=_dense_key(flat.paths[i])) for i in dense),
         tuple(place.path for place in places),
     )
     fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in found}
     # A plan outlives the state: it keeps where the TouchState stands, not its arrays.
     kept = tuple(place._replace(touched=TouchState(None, {})) for place in places)  # pyright: ignore[reportArgumentType]
-    return _Plan(layout, fields, tuple((_dense_key(flat.paths[i]), i) for i in dense), kept)
+    keys = tuple((_dense_key(flat.paths[i]), i) for i in dense)
+    return _Plan(layout, grouped.choices, fields, keys, kept)
 
 
 def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[TableFields]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import deltackpt
-from deltackpt import extract
+from deltackpt import codecs, extract
 from deltackpt.staging import Staging
 
 P = jax.sharding.PartitionSpec
@@ -65,5 +65,5 @@ def test_a_gather_of_no_rows_is_empty():
         (0, 4), (4,), np.dtype(np.float32), [extract.FieldShard(0, 8, jnp.ones((8, 4)))]
     )
     segment = extract.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
-    block = segment.dispatched().landed(Staging(1 << 20))
+    block = segment.dispatched({"values": codecs.get("raw")}).landed(Staging(1 << 20)).block
     assert block.fields["values"].shape == (0, 4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deltackpt import merge
 from deltackpt.blocks import VALUES, EncodedBlock, RowBlock
-from deltackpt.manifest import FieldSpec, GroupEntry
+from deltackpt.manifest import FieldSpec
 from deltackpt.merge import Target
 
 ROWS, WIDTH = 40, 6
@@ -53,17 +53,13 @@ def test_blocks_land_where_a_naive_model_puts_them(blocks, places):
 
 @given(rows_of_a_block, st.sampled_from(["raw", "bf16"]))
 def test_encoded_blocks_are_decoded_piece_by_piece(rows, codec):
-    group = GroupEntry(
-        name="g",
-        rows=ROWS,
-        fields=(FieldSpec(name=VALUES, trailing=(2,), dtype="float32", codec=codec),),
-    )
+    spec = FieldSpec(name=VALUES, trailing=(2,), dtype="float32", codec=codec)
     stored = np.arange(2 * len(rows), dtype=np.uint16).reshape(-1, 2)
     stored = stored if codec == "bf16" else stored.astype(np.uint32).view(np.float32)
     buffer = np.zeros((ROWS, 2), np.float32)
     target = Target(group="g", field=VALUES, rows=(0, ROWS), columns=(0, 2), buffer=buffer)
     written = merge.apply_encoded(
-        EncodedBlock("g", rows, (0, 2), {VALUES: stored}), group, [target]
+        EncodedBlock("g", rows, (0, 2), {VALUES: stored}), [spec], [target]
     )
     expected = np.zeros((ROWS, 2), np.uint32)
     bits = stored.astype(np.uint32) << 16 if codec == "bf16" else stored.view(np.uint32)

@@ -26,6 +26,7 @@ from deltackpt.errors import (
     TemplateMismatch,
     TrackingError,
 )
+from deltackpt.policy import CodecChoice
 from deltackpt.tables import Layout, Tables, join, match_touched, split
 
 
@@ -342,7 +343,8 @@ def test_groups_are_deterministic_and_split_by_shape_dtype_codec_slots_and_shard
     }
     state = {"params": tree, "opt_state": optax.adagrad(1.0).init({"b": tree["b"]})}
     chosen = Tables(select="params/*", codec={"params/codec": "bf16", "params/c*": "raw"})
-    layout = split(state, chosen).layout
+    found = split(state, chosen)
+    layout = found.layout
     groups = {}
     for entry in layout.tables:
         groups.setdefault(entry.group, []).append(
@@ -357,7 +359,7 @@ def test_groups_are_deterministic_and_split_by_shape_dtype_codec_slots_and_shard
         "g5": [("wide", 0)],
     }
     assert [group.rows for group in layout.groups] == [32, 32, 8, 8, 8, 8]
-    assert layout.groups[3].fields[0].codec == "bf16"
+    assert found.codecs["g3"]["values"] == CodecChoice(delta="bf16")
     assert layout.groups[4].fields[0].trailing == ()
     backwards = {"params": dict(reversed(tree.items())), "opt_state": state["opt_state"]}
     assert split(backwards, chosen).layout == layout

@@ -1,10 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows are encoded. numpy only: trainer, service, compaction and notebook share it.
+"""How rows are stored. numpy only: trainer, service, compaction and notebook share it.
 
-Decode arithmetic is normative: see ``docs/format.md``.
+Decode arithmetic is normative: see ``docs/format.md``. Lossy codecs are encoded by
+``deltackpt.encode``.
 """
 
-from deltackpt.codecs.codec import Codec, decode_block, get
+from deltackpt.codecs.codec import Codec, Lossless, StoredArray
 from deltackpt.codecs.dtypes import dtype_of, stored_dtype
+from deltackpt.codecs.floats import ShorterFloat
+from deltackpt.codecs.registry import (
+    BESIDE,
+    BESIDE_AT,
+    array_name,
+    decode_block,
+    get,
+    is_lossless,
+    names,
+    wider,
+)
+from deltackpt.codecs.uniform import Uniform
 
-__all__ = ["Codec", "decode_block", "dtype_of", "get", "stored_dtype"]
+__all__ = [
+    "BESIDE",
+    "BESIDE_AT",
+    "Codec",
+    "Lossless",
+    "ShorterFloat",
+    "StoredArray",
+    "Uniform",
+    "array_name",
+    "decode_block",
+    "dtype_of",
+    "get",
+    "is_lossless",
+    "names",
+    "stored_dtype",
+    "wider",
+]

@@ -1,140 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec protocol, the registry, and whole blocks through it."""
+"""What a codec is.
+
+A lossless codec only says how a field's bits lie in its stored array. A lossy one is encoded by
+``deltackpt.encode``, jitted, on the device or in the background, and decoded here, in numpy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
-import ml_dtypes
 import numpy as np
 
-from deltackpt.blocks import VALUES, EncodedBlock, RowBlock
-from deltackpt.codecs.dtypes import dtype_of, stored_dtype
-from deltackpt.errors import OptionError
-from deltackpt.manifest import GroupEntry
+
+class StoredArray(NamedTuple):
+    """One stored array of a field: shape of a row, dtype, and how its chunks are compressed.
+
+    ``byte_planes`` arrays are stored with their last axis first and compressed by zstd.
+    """
+
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+    byte_planes: bool = False
 
 
 class Codec(Protocol):
-    """Encodes the rows of one field.
+    """How the rows of one field are stored.
 
-    Pure and stateless: the same values give the same arrays. A codec yields one or more arrays,
-    named by suffix; the main one has the suffix ``""``.
+    Stateless and hashable. A codec has one or more stored arrays, named by suffix; the main one
+    has the suffix ``""``, and the first axis of each is that of the rows. Rows that a lossy codec
+    does not hold are stored beside them as they are: see ``field_writer``.
     """
 
-    name: ClassVar[str]
+    #: Whether decoded rows are the rows bit for bit.
     lossless: ClassVar[bool]
-    #: Whether the stored bits are the values' own: ``encode`` and ``decode`` are views.
-    zero_copy: ClassVar[bool]
 
-    def stored(
-        self, trailing: tuple[int, ...], dtype: np.dtype
-    ) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-        """Suffix to (trailing shape, stored dtype) for rows of that shape and dtype.
+    @property
+    def name(self) -> str:
+        """Its name in manifests and options."""
+        ...
+
+    def check(self, trailing: tuple[int, ...], dtype: np.dtype) -> None:
+        """Checks that rows of that shape and dtype can be stored, and gain from it.
 
         Raises:
-          OptionError: the codec cannot hold such rows.
+          OptionError: they cannot, or the codec would not make them smaller.
         """
         ...
 
-    def encode(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
-        """Suffix to array for (n, *trailing) rows; may be views of them."""
+    def stored(self, trailing: tuple[int, ...], dtype: np.dtype) -> Mapping[str, StoredArray]:
+        """Suffix to stored array, for rows of that shape and dtype."""
         ...
 
     def decode(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        """Writes the rows into ``out``, (n, *trailing) of the table's dtype."""
+        """Writes the rows into ``out``, (n, *trailing) of the table's dtype, contiguous."""
         ...
 
-    def relative_error_bound(self, dtype: np.dtype) -> float:
-        """Most |decoded - value| / |value| of a finite, normal value."""
+    def error_bound(self, rows: np.ndarray) -> np.ndarray:
+        """Most l2 error, float64 (n,), of each of the rows (n, *trailing) that the codec holds."""
         ...
 
 
-class _Raw:
-    """The bits as they are."""
+class Lossless(Codec, Protocol):
+    """A codec whose stored array is a view of the rows."""
 
-    name: ClassVar[str] = "raw"
-    lossless: ClassVar[bool] = True
-    zero_copy: ClassVar[bool] = True
+    def stored_view(self, rows: np.ndarray) -> np.ndarray:
+        """The rows (n, *trailing), contiguous, as the stored array."""
+        ...
 
-    def stored(
-        self, trailing: tuple[int, ...], dtype: np.dtype
-    ) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-        return {"": (trailing, stored_dtype(dtype))}
-
-    def encode(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
-        return {"": values.view(stored_dtype(values.dtype))}
-
-    def decode(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        np.copyto(out.view(arrays[""].dtype), arrays[""])
-
-    def relative_error_bound(self, dtype: np.dtype) -> float:
-        return 0.0
-
-
-class _BFloat16:
-    """float32 rows as bfloat16, rounded to nearest even; NaN and infinities stay what they are."""
-
-    name: ClassVar[str] = "bf16"
-    lossless: ClassVar[bool] = False
-    zero_copy: ClassVar[bool] = False
-
-    def stored(
-        self, trailing: tuple[int, ...], dtype: np.dtype
-    ) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-        if dtype != np.float32:
-            raise OptionError(
-                f"codec bf16: expected float32 rows, found {dtype.name}; use codec raw"
-            )
-        return {"": (trailing, np.dtype(np.uint16))}
-
-    def encode(self, values: np.ndarray) -> Mapping[str, np.ndarray]:
-        return {"": values.astype(ml_dtypes.bfloat16).view(np.uint16)}
-
-    def decode(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        # A bfloat16 is the upper half of a float32.
-        np.left_shift(arrays[""], 16, out=out.view(np.uint32), dtype=np.uint32)
-
-    def relative_error_bound(self, dtype: np.dtype) -> float:
-        return 2.0**-8
-
-
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (_Raw(), _BFloat16())}
-
-
-def get(name: str) -> Codec:
-    """The codec of a name.
-
-    Raises:
-      OptionError: there is none.
-    """
-    try:
-        return _CODECS[name]
-    except KeyError:
-        raise OptionError(
-            f"codec {name!r}: expected one of {sorted(_CODECS)}, found an unknown name; choose "
-            "one of them, or install a newer deltackpt if a checkpoint asks for it"
-        ) from None
-
-
-def decode_block(encoded: EncodedBlock, group: GroupEntry) -> RowBlock:
-    """Decodes the fields of a block, as the group describes them; views where no bit changes."""
-    fields = {}
-    for spec in group.fields:
-        if spec.name not in encoded.arrays:
-            continue
-        codec, dtype = get(spec.codec), dtype_of(spec.dtype)
-        names = {
-            suffix: f"{spec.name}.{suffix}" if suffix else spec.name
-            for suffix in codec.stored(spec.trailing, dtype)
-        }
-        arrays = {suffix: encoded.arrays[name] for suffix, name in names.items()}
-        if codec.zero_copy:
-            fields[spec.name] = arrays[""].view(dtype)
-            continue
-        trailing = spec.trailing
-        if spec.name == VALUES and trailing:
-            trailing = (encoded.columns[1] - encoded.columns[0], *trailing[1:])
-        fields[spec.name] = np.empty((len(encoded.rows), *trailing), dtype)
-        codec.decode(arrays, fields[spec.name])
-    return RowBlock(encoded.group, encoded.rows, encoded.columns, fields)
+    def rows_view(self, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The stored array as rows of ``dtype``."""
+        ...

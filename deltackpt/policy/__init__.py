@@ -9,15 +9,21 @@ from deltackpt.policy.base_or_delta import (
     Intermittent,
     OneShot,
 )
+from deltackpt.policy.bit_width import BitWidthPolicy, Choice
+from deltackpt.policy.codec_choice import CodecChoice, WhenExceeded
 from deltackpt.policy.interval import Advice, advise_interval
 
 __all__ = [
     "Advice",
     "BaseOrDelta",
+    "BitWidthPolicy",
+    "Choice",
+    "CodecChoice",
     "Consecutive",
     "Decision",
     "History",
     "Intermittent",
     "OneShot",
+    "WhenExceeded",
     "advise_interval",
 ]

@@ -9,6 +9,7 @@ page cache into its final place by ``preadv``; anything else goes through Tensor
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,10 +31,17 @@ _CRC_PIECE_BYTES = 4 << 20
 #: Chunks of one array on their way to the disk: enough to keep it busy, 64 MiB of memory.
 _WRITES_IN_FLIGHT = 4
 _ZSTD_LEVEL = 3
+#: Higher levels gain nothing on byte planes of floats.
+_PLANES_ZSTD_LEVEL = 1
 
 
 def array_entry(
-    name: str, shape: tuple[int, ...], dtype: np.dtype, *, zstd: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    *,
+    zstd: bool = False,
+    byte_planes: bool = False,
 ) -> ArrayEntry:
     """Describes an array to be stored; chunks hold whole rows of about ``CHUNK_BYTES``.
 
@@ -42,58 +50,120 @@ def array_entry(
       shape: its shape; only the first axis is split.
       dtype: a core dtype of Zarr v3.
       zstd: whether chunks are compressed.
+      byte_planes: whether chunks are compressed with their last axis first.
     """
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     # Equal chunks: a last one that is cut short would still be stored at full length.
     chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
-    return ArrayEntry(name=name, shape=shape, dtype=dtype.name, chunk_rows=chunk_rows, zstd=zstd)
+    return ArrayEntry(
+        name=name,
+        shape=shape,
+        dtype=dtype.name,
+        chunk_rows=chunk_rows,
+        zstd=zstd,
+        byte_planes=byte_planes,
+    )
 
 
 def write_array(
     directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool
 ) -> dict[str, int]:
-    """Writes a new array.
+    """Writes a new array from its pieces in order; see ``ArrayWriter``."""
+    writer = ArrayWriter(directory, entry, fsync=fsync)
+    for piece in pieces:
+        writer.write(piece)
+    return writer.finish()
 
-    Args:
-      directory: the array's directory; it is made.
-      entry: what the array is.
-      pieces: arrays that make up the whole one along the first axis, each valid until the next
-        is asked for.
-      fsync: whether every file of the array, and its name, is on disk before this returns.
 
-    Returns:
-      Chunk path below ``directory`` to the CRC32C that the chunk ends in, computed from the memory
-      that was written; empty where chunks are compressed.
+class ArrayWriter:
+    """Writes a new array piece by piece; only a chunk of several pieces is copied."""
 
-    Raises:
-      StorageError: the store refused, or the memory changed while it was written.
-    """
-    checksums: dict[str, int] = {}
-    with files.typed_errors(directory, "write"):
-        try:
-            store = ts.open(
+    def __init__(self, directory: Path, entry: ArrayEntry, *, fsync: bool):
+        """Makes the array.
+
+        Args:
+          directory: the array's directory; it is made.
+          entry: what the array is.
+          fsync: whether every file of the array, and its name, is on disk before ``finish``
+            returns.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        self._directory = directory
+        self._entry = entry
+        self._done = 0
+        self._parts: list[np.ndarray] = []
+        self._held = 0
+        self._writes: collections.deque[ts.WriteFutures] = collections.deque()
+        self._checksums: dict[str, int] = {}
+        with _refusals(directory):
+            self._store = ts.open(
                 _spec(directory, entry, fsync=fsync), create=True, context=_context(fsync)
             ).result()
-            start = 0
-            writes: collections.deque[ts.WriteFutures] = collections.deque()
-            for chunk in _chunks(entry, pieces):
-                if len(writes) == _WRITES_IN_FLIGHT:
-                    writes.popleft().result()
-                if not entry.zstd:
-                    path = chunk_path(directory, entry, start // entry.chunk_rows)
-                    checksums[path.relative_to(directory).as_posix()] = _chunk_crc32c(entry, chunk)
-                writes.append(store[start : start + len(chunk)].write(chunk))
-                writes[-1].copy.result()  # The next piece may reuse the memory.
-                start += len(chunk)
-            while writes:
-                writes.popleft().result()
+
+    def write(self, rows: np.ndarray) -> None:
+        """Appends rows, (n, *trailing); their memory may be reused when this returns.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        while len(rows) and self._held + len(rows) >= self._entry.chunk_rows:
+            taken = self._entry.chunk_rows - self._held
+            self._write_chunk([*self._parts, rows[:taken]])
+            rows, self._parts, self._held = rows[taken:], [], 0
+        if len(rows):
+            self._parts.append(rows.copy())
+            self._held += len(rows)
+
+    def finish(self) -> dict[str, int]:
+        """Waits until everything is written.
+
+        Returns:
+          Chunk path below the directory to the CRC32C that the chunk ends in, computed from the
+          memory that was written; empty where chunks are compressed.
+
+        Raises:
+          StorageError: the store refused, or the memory changed while it was written.
+        """
+        if self._parts:
+            self._write_chunk(self._parts)
+            self._parts = []
+        with _refusals(self._directory):
+            while self._writes:
+                self._writes.popleft().result()
+        if self._done != self._entry.shape[0]:
+            raise ValueError(
+                f"{self._entry.name}: expected {self._entry.shape[0]} rows, found {self._done}"
+            )
+        for name, crc in self._checksums.items():
+            _check_written(self._directory / name, crc)
+        return self._checksums
+
+    def _write_chunk(self, parts: list[np.ndarray]) -> None:
+        chunk = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        with _refusals(self._directory):
+            if len(self._writes) == _WRITES_IN_FLIGHT:
+                self._writes.popleft().result()
+            if not self._entry.compressed:
+                number = self._done // self._entry.chunk_rows
+                path = chunk_path(self._directory, self._entry, number)
+                crc = _chunk_crc32c(self._entry, chunk)
+                self._checksums[path.relative_to(self._directory).as_posix()] = crc
+            write = self._store[self._done : self._done + len(chunk)].write(chunk)
+            self._writes.append(write)
+            write.copy.result()  # The caller may reuse the memory.
+        self._done += len(chunk)
+
+
+@contextlib.contextmanager
+def _refusals(directory: Path) -> Iterator[None]:
+    """Raises what the store refuses as a StorageError."""
+    with files.typed_errors(directory, "write"):
+        try:
+            yield
         except ValueError as error:
             raise _store_error(directory, error) from error
-    if start != entry.shape[0]:
-        raise ValueError(f"{entry.name}: expected {entry.shape[0]} rows in pieces, found {start}")
-    for name, crc in checksums.items():
-        _check_written(directory / name, crc)
-    return checksums
 
 
 def chunk_bytes(entry: ArrayEntry) -> int:
@@ -135,7 +205,7 @@ def read_array(
         path = chunk_path(directory, entry, chunk)
         if checksums is not None:
             _check_place(path, checksums.get(path.relative_to(directory).as_posix()))
-        if whole and not entry.zstd and piece.flags.c_contiguous:
+        if whole and not entry.compressed and piece.flags.c_contiguous:
             _read_chunk(path, piece, padding_rows=first + entry.chunk_rows - end)
         else:
             _read_through_tensorstore(directory, entry, start, end, piece, path)
@@ -246,23 +316,6 @@ def _read_through_tensorstore(
         raise Damaged(name, "a chunk with its checksum", str(error).splitlines()[0]) from error
 
 
-def _chunks(entry: ArrayEntry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Whole chunks from pieces of any length; only a chunk of several pieces is copied."""
-    parts: list[np.ndarray] = []
-    count = 0
-    for piece in pieces:
-        while count + len(piece) >= entry.chunk_rows:
-            taken = entry.chunk_rows - count
-            yield np.concatenate([*parts, piece[:taken]]) if parts else piece[:taken]
-            piece, parts, count = piece[taken:], [], 0
-        if len(piece):
-            # The piece is valid only until the next is asked for.
-            parts.append(piece.copy())
-            count += len(piece)
-    if parts:
-        yield np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
 def _store_error(directory: Path, error: ValueError) -> Exception:
     """TensorStore reports what the operating system refused as a ValueError with its words."""
     text = str(error)
@@ -287,8 +340,12 @@ def _spec(directory: Path, entry: ArrayEntry, *, fsync: bool) -> dict[str, Any]:
     codecs: list[dict[str, Any]] = [{"name": "bytes"}]
     if np.dtype(entry.dtype).itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
-    if entry.zstd:
-        codecs.append({"name": "zstd", "configuration": {"level": _ZSTD_LEVEL}})
+    if entry.byte_planes:
+        last = len(entry.shape) - 1
+        codecs.insert(0, {"name": "transpose", "configuration": {"order": [last, *range(last)]}})
+    if entry.compressed:
+        level = _PLANES_ZSTD_LEVEL if entry.byte_planes else _ZSTD_LEVEL
+        codecs.append({"name": "zstd", "configuration": {"level": level}})
     codecs.append({"name": "crc32c"})
     grid = {"chunk_shape": [entry.chunk_rows, *entry.shape[1:]]}
     return {

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs by name, and whole blocks through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeGuard
+
+import numpy as np
+
+from deltackpt.blocks import VALUES, EncodedBlock, RowBlock
+from deltackpt.codecs.codec import Codec, Lossless
+from deltackpt.codecs.dtypes import dtype_of
+from deltackpt.codecs.floats import BFLOAT16, FLOAT16
+from deltackpt.codecs.lossless import BytePlanes, Raw
+from deltackpt.codecs.uniform import UNIFORM
+from deltackpt.errors import OptionError
+from deltackpt.manifest import FieldSpec
+
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Raw(), BytePlanes(), BFLOAT16, FLOAT16, *UNIFORM)
+}
+
+#: Suffixes of the rows that a lossy codec does not hold, as they are, and of their positions.
+BESIDE, BESIDE_AT = "raw", "raw_at"
+
+#: What holds rows more precisely than a codec of so many bits.
+_WIDER_BITS = {2: "3", 3: "4", 4: "8"}
+
+
+def names() -> list[str]:
+    """Names of all codecs."""
+    return sorted(_CODECS)
+
+
+def get(name: str) -> Codec:
+    """The codec of a name.
+
+    Raises:
+      OptionError: there is none.
+    """
+    try:
+        return _CODECS[name]
+    except KeyError:
+        raise OptionError(
+            f"codec {name!r}: expected one of {names()}, found an unknown name; choose one of "
+            "them (codes are packed in 2, 3, 4 or 8 bits), or install a newer deltackpt if a "
+            "checkpoint asks for it"
+        ) from None
+
+
+def is_lossless(codec: Codec) -> TypeGuard[Lossless]:
+    """Whether a codec keeps every bit, and so is a view of the rows."""
+    return codec.lossless
+
+
+def wider(name: str) -> str:
+    """The next more precise codec: more bits of the same kind, then bf16, then raw.
+
+    Example:
+      >>> wider("adaptive2"), wider("int8"), wider("bf16")
+      ('adaptive3', 'bf16', 'raw')
+    """
+    family, bits = name.rstrip("2348"), name[-1:]
+    if name == "raw":
+        return name
+    if bits.isdecimal() and int(bits) in _WIDER_BITS:
+        found = family + _WIDER_BITS[int(bits)]
+        return found if found in _CODECS else f"int{_WIDER_BITS[int(bits)]}"
+    return "raw" if name in (BFLOAT16.name, FLOAT16.name) else BFLOAT16.name
+
+
+def array_name(field: str, suffix: str) -> str:
+    """Name of a field's stored array."""
+    return f"{field}.{suffix}" if suffix else field
+
+
+def decode_block(encoded: EncodedBlock, specs: Iterable[FieldSpec]) -> RowBlock:
+    """Decodes the fields of a block, as their specs say; views where no bit changes."""
+    fields = {spec.name: _decoded(encoded, spec) for spec in specs if spec.name in encoded.arrays}
+    return RowBlock(encoded.group, encoded.rows, encoded.columns, fields)
+
+
+def _decoded(encoded: EncodedBlock, spec: FieldSpec) -> np.ndarray:
+    codec, dtype = get(spec.codec), dtype_of(spec.dtype)
+    names = {suffix: array_name(spec.name, suffix) for suffix in codec.stored(spec.trailing, dtype)}
+    arrays = {suffix: encoded.arrays[name] for suffix, name in names.items()}
+    if is_lossless(codec):
+        return codec.rows_view(arrays[""], dtype)
+    trailing = spec.trailing
+    if spec.name == VALUES and trailing:
+        trailing = (encoded.columns[1] - encoded.columns[0], *trailing[1:])
+    out = np.empty((len(encoded.rows), *trailing), dtype)
+    codec.decode(arrays, out)
+    return out

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which codec the rows of a delta get: from how often a run will be restored.
+
+Every restore puts the error of one decoding into the training state, so a run that is restored
+more often needs more precise rows.
+
+Source: Eisenman et al., "Check-N-Run", NSDI 2022, section 5.2.2 (bit widths by the expected
+number of restores, and 8 bits once they exceed the expectation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from deltackpt import codecs
+from deltackpt.errors import OptionError
+
+#: Most restores of a run to the codec that still serves it: Check-N-Run, section 6.2.
+CHECK_N_RUN = (
+    (1.0, "adaptive2"),
+    (3.0, "adaptive3"),
+    (20.0, "adaptive4"),
+    (math.inf, "int8"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A codec and why it was chosen."""
+
+    codec: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BitWidthPolicy:
+    """Bits by the number of restores that a run is expected to go through.
+
+    Where a run has been restored more often than expected, the expectation was wrong: it is then
+    taken to be twice the count.
+
+    Attributes:
+      expected_restores: restores over the whole run.
+      codecs: (most restores, codec) in ascending order; the last serves any number.
+
+    Example:
+      >>> policy = BitWidthPolicy.from_failures(
+      ...     mean_secs_between_failures=86_400, run_secs=3 * 86_400
+      ... )
+      >>> policy.choose(0).codec, policy.choose(4).codec
+      ('adaptive3', 'adaptive4')
+    """
+
+    expected_restores: float
+    codecs: tuple[tuple[float, str], ...] = CHECK_N_RUN
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.expected_restores) and self.expected_restores >= 0):
+            raise OptionError(
+                "BitWidthPolicy.expected_restores: expected a finite number of at least 0, found "
+                f"{self.expected_restores!r}"
+            )
+        try:
+            limits = [float(limit) for limit, _ in self.codecs]
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                "BitWidthPolicy.codecs: expected pairs of (most restores, codec), found "
+                f"{self.codecs!r}"
+            ) from error
+        ascending = all(low < high for low, high in zip(limits, limits[1:]))
+        if not limits or limits[-1] != math.inf or not ascending:
+            raise OptionError(
+                "BitWidthPolicy.codecs: expected ascending limits that end with math.inf, found "
+                f"{limits}"
+            )
+        for _, name in self.codecs:
+            codecs.get(name)
+        object.__setattr__(self, "codecs", tuple((limit, name) for limit, name in self.codecs))
+
+    @classmethod
+    def from_failures(
+        cls,
+        *,
+        mean_secs_between_failures: float,
+        run_secs: float,
+        codecs: tuple[tuple[float, str], ...] = CHECK_N_RUN,
+    ) -> BitWidthPolicy:
+        """Expects a restore for every failure of a run of ``run_secs``.
+
+        Args:
+          mean_secs_between_failures: of the whole job: a fleet of n machines that each fail once
+            in m seconds fails every m / n.
+          run_secs: planned length of the training, in seconds.
+          codecs: see the class.
+
+        Raises:
+          OptionError: an argument is not a positive finite number.
+        """
+        for name, value in (
+            ("mean_secs_between_failures", mean_secs_between_failures),
+            ("run_secs", run_secs),
+        ):
+            if not (math.isfinite(value) and value > 0):
+                raise OptionError(f"{name}: expected a positive finite number, found {value!r}")
+        return cls(expected_restores=run_secs / mean_secs_between_failures, codecs=codecs)
+
+    def choose(self, restores: int) -> Choice:
+        """The codec of the next delta.
+
+        Args:
+          restores: how often the run has been restored so far.
+        """
+        expected, why = self.expected_restores, "expected"
+        if restores > expected:
+            expected = 2.0 * restores
+            why = f"to be expected after {restores}, where {self.expected_restores:g} were"
+        codec = next(codec for limit, codec in self.codecs if expected <= limit)
+        return Choice(codec=codec, reason=f"{codec}: {expected:g} restores {why}")
