@@ -33,6 +33,7 @@ test-long: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/save_restore.py $(ARGS)
+	$(BIN)/python benchmarks/codecs.py $(ARGS)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)
 	$(BIN)/python benchmarks/training.py $(ARGS)
 

@@ -32,6 +32,8 @@ CHAIN = 10
 #: Undisturbed steps before and after each save whose cost to training is measured.
 QUIET_STEPS = 30
 OURS, THEIRS = ("power", "process"), ("orbax", "orbax-tuned")
+#: Deltas by further codecs.
+CODED = ("adaptive4", "int4", "lossless")
 ALL = (*OURS, *THEIRS)
 
 #: Seconds or bytes by (what, way), one for each round.
@@ -41,11 +43,11 @@ Figures = dict[tuple[str, str], list[float]]
 def measure_saves(root: Path, state: states.State, rounds: int) -> tuple[Figures, states.State]:
     """Bytes, blocking and time until committed of every kind of save, nothing else running."""
     found: Figures = defaultdict(list)
-    managers = {name: ways.WAYS[name](root / name) for name in ALL}
+    managers = {name: ways.WAYS[name](root / name) for name in (*ALL, *CODED)}
     step = 0
     for number in range(rounds + 1):
         for name, manager in managers.items():
-            kinds = ("base", "delta") if name in OURS else ("full",)
+            kinds = ("full",) if name in THEIRS else ("base", "delta")
             first = step
             for kind in kinds:
                 step += 1
@@ -58,12 +60,14 @@ def measure_saves(root: Path, state: states.State, rounds: int) -> tuple[Figures
                 manager.wait()
                 committed = time.perf_counter() - started
                 step_dir = manager.root / str(step)
+                part = step_dir / "embeddings"
                 forced = timed(functools.partial(ways.force_to_disk, step_dir))
                 if number:
                     found[f"{kind} blocked", name].append(blocked)
                     found[f"{kind} committed", name].append(committed)
                     found[f"{kind} forced", name].append(committed + forced)
                     found[f"{kind} bytes", name].append(ways.tree_bytes(step_dir))
+                    found[f"{kind} rows", name].append(ways.tree_bytes(part))
             ways.keep_only(manager.root, first + 1)
     for manager in managers.values():
         manager.close()
@@ -214,6 +218,34 @@ def add_saves(report: Report, found: Figures) -> None:
                     f"{title}, {name}", mine, f"{ways.NAMES[other]} + fsync", forced, unit
                 )
         report.section()
+    add_codecs(report, found)
+
+
+def add_codecs(report: Report, found: Figures) -> None:
+    """Lines of deltas through further codecs; tables and slots alone without the dense part."""
+    bars = {
+        ("bytes", "adaptive4"): (1 / 100, 1 / 100),
+        ("committed", "adaptive4"): (1 / 25, 1 / 8),
+        ("committed", "int4"): (1 / 25, 1 / 8),
+        ("bytes", "lossless"): (1 / 18, 1 / 18),
+        ("committed", "lossless"): (1 / 15, 1 / 5),
+    }
+    titles = {"bytes": "bytes of a delta", "committed": "delta durable after"}
+    for (what, name), limits in bars.items():
+        unit = megabytes if what == "bytes" else secs
+        for other, bar in zip(THEIRS, limits, strict=True):
+            mine = sample(found, f"delta {what}", name)
+            theirs = sample(found, f"full {what}", other)
+            title = f"{titles[what]}, {ways.NAMES[name]}"
+            report.compare(title, mine, ways.NAMES[other], theirs, unit, bar=bar)
+            if what == "bytes":
+                rows = sample(found, "delta rows", name)
+                report.compare(f"{title}, no dense", rows, ways.NAMES[other], theirs, unit)
+    raw = sample(found, "delta committed", "power")
+    for name in CODED:
+        mine = sample(found, "delta committed", name)
+        report.compare(f"delta durable after, {ways.NAMES[name]}", mine, "power, raw", raw, secs)
+    report.section()
 
 
 def add_training(report: Report, found: Figures) -> None:

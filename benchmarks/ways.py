@@ -53,11 +53,13 @@ class Deltas:
         root: Path,
         durability: Literal["power", "process"],
         base_snapshot: Literal["block", "hold"] = "hold",
+        codec: str = "raw",
+        slot_codec: str = "raw",
     ):
         self.root = root
         self._manager = deltackpt.CheckpointManager(
             root,
-            handlers={"embeddings": trainer.checkpoint_tables()},
+            handlers={"embeddings": trainer.checkpoint_tables(codec, slot_codec)},
             options=deltackpt.ManagerOptions(
                 durability=durability,
                 base_snapshot=base_snapshot,
@@ -115,6 +117,9 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     "power": lambda root: Deltas(root, "power"),
     "power-block": lambda root: Deltas(root, "power", "block"),
     "process": lambda root: Deltas(root, "process"),
+    "adaptive4": lambda root: Deltas(root, "power", codec="adaptive4"),
+    "int4": lambda root: Deltas(root, "power", codec="int4"),
+    "lossless": lambda root: Deltas(root, "power", codec="lossless", slot_codec="lossless"),
     "orbax": lambda root: Orbax(root, compressed=True),
     "orbax-tuned": lambda root: Orbax(root, compressed=False),
 }
@@ -122,6 +127,9 @@ NAMES = {
     "power": "deltackpt, power",
     "power-block": 'deltackpt, power, base_snapshot="block"',
     "process": "deltackpt, process",
+    "adaptive4": "power, adaptive4",
+    "int4": "power, int4",
+    "lossless": "power, lossless",
     "orbax": "Orbax defaults",
     "orbax-tuned": "Orbax tuned",
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from deltackpt import blocks
 from deltackpt.blocks import RowBlock, Rows
 from deltackpt.codecs import Codec
-from deltackpt.encode import DevicePiece, HostPiece, Piece
+from deltackpt.encode import AHEAD, DevicePiece, HostPiece, Piece
 from deltackpt.errors import TableSelectionError
 from deltackpt.manifest import FieldSpec, GroupEntry
 from deltackpt.staging import Staging
@@ -108,7 +109,7 @@ class FieldSource:
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[Piece]:
         """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
 
-        Each piece is valid until the next one is asked for.
+        Each piece is valid until ``encode.AHEAD`` further ones were asked for.
         """
         if isinstance(rows, range):
             for shard in self.shards:
@@ -122,11 +123,13 @@ class FieldSource:
                         else DevicePiece(data, stop - start)
                     )
             return
-        buffer = np.empty((min(limit_rows, len(rows)), *self.trailing), self.dtype)
+        shape = (min(limit_rows, len(rows)), *self.trailing)
+        buffers = itertools.cycle([np.empty(shape, self.dtype) for _ in range(AHEAD + 1)])
         for start in range(0, len(rows), limit_rows):
             chosen = rows[start : start + limit_rows]
-            self.gather(chosen, buffer[: len(chosen)])
-            yield HostPiece(buffer[: len(chosen)])
+            buffer = next(buffers)[: len(chosen)]
+            self.gather(chosen, buffer)
+            yield HostPiece(buffer)
 
 
 @dataclasses.dataclass(eq=False)

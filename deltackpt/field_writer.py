@@ -8,6 +8,7 @@ hold are stored as they are, beside the others, with their positions.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 import shutil
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltackpt import codecs, integrity, layout
+from deltackpt import codecs, encode, integrity, layout
 from deltackpt.codecs import Codec, Lossless
-from deltackpt.encode import Piece
+from deltackpt.encode import Encoded, Piece
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
 from deltackpt.integrity import Digest
 from deltackpt.manifest import ArrayEntry, Encoding
@@ -96,7 +97,10 @@ def write_array(place: Place, entry: ArrayEntry, pieces: Iterator[np.ndarray]) -
 
 
 def write_field(
-    place: Place, field: Field, pieces: Callable[[Codec], Iterator[Piece]]
+    place: Place,
+    field: Field,
+    pieces: Callable[[Codec], Iterator[Piece]],
+    pool: concurrent.futures.Executor,
 ) -> StoredField:
     """Writes a field by the planned codec, or by the first more precise one that will do.
 
@@ -104,6 +108,7 @@ def write_field(
       place: where.
       field: what.
       pieces: the rows in order, as a codec wants them; called once for each codec that is tried.
+      pool: encodes pieces, several at a time.
 
     Raises:
       ErrorBudgetExceeded: the planned codec would exceed the user's bound, who refuses wider ones.
@@ -115,8 +120,8 @@ def write_field(
         if codecs.is_lossless(codec):
             return _write_lossless(place, field, plan, codec, pieces(codec))
         attempt = _Attempt(place, field, codec)
-        for piece in pieces(codec):
-            attempt.write(piece)
+        for piece, encoded in encode.ahead(codec, pieces(codec), pool):
+            attempt.write(piece, encoded)
         stored = attempt.finish(plan)
         fault = attempt.fault()
         if fault is None:
@@ -145,13 +150,7 @@ class _Attempt:
 
     def __init__(self, place: Place, field: Field, codec: Codec):
         self._place, self._field, self._codec = place, field, codec
-        stored = codec.stored(field.trailing, field.dtype)
-        self._entries = {
-            suffix: arrays.array_entry(
-                codecs.array_name(field.name, suffix), (field.count, *array.trailing), array.dtype
-            )
-            for suffix, array in stored.items()
-        }
+        self._entries = _entries(field, codec)
         self._writers = {
             suffix: arrays.ArrayWriter(place.directory(entry.name), entry, fsync=place.fsync)
             for suffix, entry in self._entries.items()
@@ -162,9 +161,8 @@ class _Attempt:
         self._beside: list[np.ndarray] = []
         self._beside_at: list[np.ndarray] = []
 
-    def write(self, piece: Piece) -> None:
-        """Encodes and writes the next rows, and counts what that changes."""
-        encoded = piece.encoded(self._codec)
+    def write(self, piece: Piece, encoded: Encoded) -> None:
+        """Writes the next rows, and counts what encoding them changes."""
         for suffix, writer in self._writers.items():
             array = np.asarray(encoded.arrays[suffix])
             writer.write(array.view(self._entries[suffix].dtype))
@@ -244,6 +242,19 @@ class _Attempt:
         return _Fault(text, over_budget=True)
 
 
+def _entries(field: Field, codec: Codec) -> dict[str, ArrayEntry]:
+    """Suffix to stored array, the main one first; all have chunks of the same rows."""
+    found: dict[str, ArrayEntry] = {}
+    chunk_rows = None
+    for suffix, array in codec.stored(field.trailing, field.dtype).items():
+        name, shape = codecs.array_name(field.name, suffix), (field.count, *array.trailing)
+        found[suffix] = arrays.array_entry(
+            name, shape, array.dtype, byte_planes=array.byte_planes, chunk_rows=chunk_rows
+        )
+        chunk_rows = found[suffix].chunk_rows
+    return found
+
+
 def _wider(field: Field, codec: str, fault: _Fault) -> Choice:
     name = "raw"
     if fault.over_budget:
@@ -267,9 +278,7 @@ def _fits(field: Field, name: str) -> bool:
 def _write_lossless(
     place: Place, field: Field, plan: Choice, codec: Lossless, pieces: Iterator[Piece]
 ) -> StoredField:
-    stored = codec.stored(field.trailing, field.dtype)[""]
-    shape = (field.count, *stored.trailing)
-    entry = arrays.array_entry(field.name, shape, stored.dtype, byte_planes=stored.byte_planes)
+    (entry,) = _entries(field, codec).values()
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
     found = write_array(place, entry, rows)
     nothing = np.zeros(len(field.tables))

@@ -50,6 +50,7 @@ from deltackpt.touched import TouchState
 #: Rows of held state are encoded in pieces of about this size.
 PIECE_BYTES = arrays.CHUNK_BYTES
 _WRITERS = 2
+_ENCODERS = 2
 #: Group name to field name to the codec that a save tries first.
 Plans = Mapping[str, Mapping[str, Choice]]
 _PROCEED_SECS = 10.0
@@ -199,7 +200,10 @@ class PendingSave:
         """What was written, and the digests of its chunks."""
         groups = {group.name: group for group in self._layout.groups}
         fsync = self._embeddings.options.fsync
-        with concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool:
+        with (
+            concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool,
+            concurrent.futures.ThreadPoolExecutor(_ENCODERS, "deltackpt-encode") as encoders,
+        ):
             started = []
             for number, source in enumerate(self._segments):
                 place = Place(item_dir, process, f"{source.group}.{number}", fsync)
@@ -211,6 +215,7 @@ class PendingSave:
                         place,
                         self._field(source, name, bounds),
                         functools.partial(self._pieces, number, name),
+                        encoders,
                     )
                     for name in source.fields
                 ]

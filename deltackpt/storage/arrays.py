@@ -42,6 +42,7 @@ def array_entry(
     *,
     zstd: bool = False,
     byte_planes: bool = False,
+    chunk_rows: int | None = None,
 ) -> ArrayEntry:
     """Describes an array to be stored; chunks hold whole rows of about ``CHUNK_BYTES``.
 
@@ -51,10 +52,12 @@ def array_entry(
       dtype: a core dtype of Zarr v3.
       zstd: whether chunks are compressed.
       byte_planes: whether chunks are compressed with their last axis first.
+      chunk_rows: rows of a chunk, to match those of another array.
     """
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    # Equal chunks: a last one that is cut short would still be stored at full length.
-    chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
+    if chunk_rows is None:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        # Equal chunks: a last one that is cut short would still be stored at full length.
+        chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
     return ArrayEntry(
         name=name,
         shape=shape,
@@ -76,7 +79,7 @@ def write_array(
 
 
 class ArrayWriter:
-    """Writes a new array piece by piece; only a chunk of several pieces is copied."""
+    """Writes a new array piece by piece; only chunks of several pieces are copied."""
 
     def __init__(self, directory: Path, entry: ArrayEntry, *, fsync: bool):
         """Makes the array.
@@ -93,7 +96,8 @@ class ArrayWriter:
         self._directory = directory
         self._entry = entry
         self._done = 0
-        self._parts: list[np.ndarray] = []
+        #: The first ``held`` rows of a chunk that comes in several pieces.
+        self._chunk: np.ndarray | None = None
         self._held = 0
         self._writes: collections.deque[ts.WriteFutures] = collections.deque()
         self._checksums: dict[str, int] = {}
@@ -108,13 +112,19 @@ class ArrayWriter:
         Raises:
           StorageError: the store refused.
         """
-        while len(rows) and self._held + len(rows) >= self._entry.chunk_rows:
-            taken = self._entry.chunk_rows - self._held
-            self._write_chunk([*self._parts, rows[:taken]])
-            rows, self._parts, self._held = rows[taken:], [], 0
-        if len(rows):
-            self._parts.append(rows.copy())
-            self._held += len(rows)
+        chunk_rows = self._entry.chunk_rows
+        while len(rows):
+            taken = min(len(rows), chunk_rows - self._held)
+            if taken == chunk_rows:
+                self._write_chunk(rows[:taken])
+            else:
+                if self._chunk is None:
+                    self._chunk = np.empty((chunk_rows, *self._entry.shape[1:]), rows.dtype)
+                self._chunk[self._held : self._held + taken] = rows[:taken]
+                self._held += taken
+                if self._held == chunk_rows:
+                    self._write_held()
+            rows = rows[taken:]
 
     def finish(self) -> dict[str, int]:
         """Waits until everything is written.
@@ -126,9 +136,8 @@ class ArrayWriter:
         Raises:
           StorageError: the store refused, or the memory changed while it was written.
         """
-        if self._parts:
-            self._write_chunk(self._parts)
-            self._parts = []
+        if self._held:
+            self._write_held()
         with _refusals(self._directory):
             while self._writes:
                 self._writes.popleft().result()
@@ -140,8 +149,12 @@ class ArrayWriter:
             _check_written(self._directory / name, crc)
         return self._checksums
 
-    def _write_chunk(self, parts: list[np.ndarray]) -> None:
-        chunk = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    def _write_held(self) -> None:
+        assert self._chunk is not None
+        self._write_chunk(self._chunk[: self._held])
+        self._held = 0
+
+    def _write_chunk(self, chunk: np.ndarray) -> None:
         with _refusals(self._directory):
             if len(self._writes) == _WRITES_IN_FLIGHT:
                 self._writes.popleft().result()

@@ -61,10 +61,15 @@ class TrainState(NamedTuple):
     touched: deltackpt.TouchState
 
 
-def checkpoint_tables() -> deltackpt.Tables:
-    """Which leaves of a ``TrainState`` are tables, and which are their slots."""
+def checkpoint_tables(
+    codec: str | deltackpt.BitWidthPolicy | deltackpt.CodecChoice = "raw", slot_codec: str = "raw"
+) -> deltackpt.Tables:
+    """Which leaves of a ``TrainState`` are tables, which are their slots, how both are stored."""
     return deltackpt.Tables(
-        select="tables/*", slots={"tables/*": {"accumulator": "accumulators/{name}"}}
+        select="tables/*",
+        slots={"tables/*": {"accumulator": "accumulators/{name}"}},
+        codec=codec,
+        slot_codec=slot_codec,
     )
 
 

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs: bits and error of a row, and how fast rows become stored bytes and rows again.
+
+Encoding is timed from rows in host memory to packed arrays in memory ("encode"), and on to the
+arrays of a step in the page cache, Zarr metadata and checksums included ("encode and store").
+Decoding is timed from stored arrays in memory to rows in their place in a table. All of them use
+two threads, as saves and restores do.
+
+python benchmarks/codecs.py --json codecs.json
+python benchmarks/codecs.py --scale 0.02 --repeats 2 --steps 5      # a smoke test
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import ways  # noqa: F401  (makes the example importable)
+from dlrm_jax import data, trainer
+from report import Report, Sample, arguments
+
+from deltackpt import codecs, encode, field_writer, merge
+from deltackpt.blocks import VALUES, EncodedBlock
+from deltackpt.codecs import Codec
+from deltackpt.encode import HostPiece
+from deltackpt.errors import OptionError
+from deltackpt.field_writer import Field, Place
+from deltackpt.manifest import Encoding, FieldSpec
+from deltackpt.merge import Target
+from deltackpt.policy import Choice, CodecChoice
+from deltackpt.storage import arrays, files
+
+ROWS, WIDTH = 400_000, 64
+PLAIN = ("bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric8", "symmetric4")
+SEARCHED = ("greedy4", "greedy2", "adaptive8", "adaptive4", "adaptive3", "adaptive2")
+ALL = ("raw", "lossless", *PLAIN, *SEARCHED)
+#: GB of float32 rows in a second.
+PLAIN_BAR, SEARCHED_BAR = 3.0, 0.6
+_THREADS = 2
+#: Steps of training between the base and the delta whose rows are looked at.
+_DELTA_STEPS = 10
+
+
+class Stored(NamedTuple):
+    """Rows that were written: their arrays in memory, and what they took."""
+
+    arrays: dict[str, np.ndarray]
+    encoding: Encoding
+    relative_error: float
+    seconds: float
+
+
+def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> Stored:
+    """Writes rows by one codec, as the background half of a save does, and reads the arrays."""
+    field = Field(
+        name=VALUES,
+        trailing=rows.shape[1:],
+        dtype=rows.dtype,
+        tables=["t"],
+        bounds=np.array([0, len(rows)]),
+        choice=CodecChoice(delta=name),
+        planned=Choice(codec=name, reason=name),
+    )
+    place = Place(root, 0, name, fsync=False)
+
+    def pieces(codec: Codec):
+        limit = len(rows) if codec.lossless else encode.piece_rows(rows.shape[1:])
+        for start in range(0, len(rows), limit):
+            yield HostPiece(rows[start : start + limit])
+
+    started = time.perf_counter()
+    stored = field_writer.write_field(place, field, pieces, pool)
+    seconds = time.perf_counter() - started
+    found = {}
+    for entry in stored.arrays.entries:
+        found[entry.name] = np.empty(entry.shape, np.dtype(entry.dtype))
+        directory = place.directory(entry.name)
+        arrays.read_array(directory, entry, 0, entry.shape[0], found[entry.name])
+    encoding = stored.encoding
+    (error,), (norm,) = encoding.squared_error, encoding.squared_norm
+    relative = (error / norm) ** 0.5 if norm else 0.0
+    shutil.rmtree(root / "part.0")
+    return Stored(found, encoding, relative, seconds)
+
+
+def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
+    """Seconds until all rows are codes in memory."""
+    codec, limit = codecs.get(name), encode.piece_rows(rows.shape[1:])
+    pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
+    started = time.perf_counter()
+    for _ in encode.ahead(codec, pieces, pool):
+        pass
+    return time.perf_counter() - started
+
+
+def decode(name: str, stored: Stored, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
+    """Seconds until all rows are decoded and stand in the table."""
+    spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
+    target = Target(
+        group="g", field=VALUES, rows=(0, len(table)), columns=(0, table.shape[1]), buffer=table
+    )
+
+    def merged(start: int) -> int:
+        stop = min(start + step, len(table))
+        part = {key: array[start:stop] for key, array in stored.arrays.items()}
+        block = EncodedBlock("g", range(start, stop), target.columns, part)
+        return merge.apply_encoded(block, [spec], [target])
+
+    step = -(-len(table) // _THREADS)
+    started = time.perf_counter()
+    assert sum(pool.map(merged, range(0, len(table), step))) == len(table)
+    return time.perf_counter() - started
+
+
+def copy(rows: np.ndarray, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
+    """Seconds of a plain copy of the rows: what the memory allows."""
+    step = -(-len(rows) // _THREADS)
+    parts = [slice(start, start + step) for start in range(0, len(rows), step)]
+    started = time.perf_counter()
+    list(pool.map(lambda part: np.copyto(table[part], rows[part]), parts))
+    return time.perf_counter() - started
+
+
+def trained(steps: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and Adagrad slots that a delta of the thesis DLRM holds after some training."""
+    rows = data.table_rows("thesis", scale)
+    sizes = trainer.ModelOptions(rows=rows)
+    source = data.ZipfTraffic(rows, max(32, round(2048 * scale)), exponent=1.07, seed=0)
+    state, step = trainer.init_state(sizes, 0), trainer.train_step(sizes)
+    for number in range(steps):
+        if number == steps - min(steps, _DELTA_STEPS):
+            clock = int(state.touched.clock)
+        state, _, _ = step(state, source.batch(number))
+    touched = {
+        name: np.flatnonzero(np.asarray(state.touched.stamps[name]) > clock)
+        for name in state.tables
+    }
+    values = [np.asarray(state.tables[name])[found] for name, found in touched.items()]
+    slots = [np.asarray(state.accumulators[name])[found] for name, found in touched.items()]
+    return np.concatenate(values), np.concatenate(slots)
+
+
+def measure_speeds(root: Path, rows: np.ndarray, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds for each GB of rows, by (what, codec), in turn."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    table = files.empty_buffer(rows.shape, rows.dtype)
+    gigabytes = rows.nbytes / 1e9
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for number in range(rounds + 1):
+            seconds = {("copy", "copy"): copy(rows, table, pool)}
+            for name in ALL:
+                stored = write(root, name, rows, pool)
+                seconds["encode and store", name] = stored.seconds
+                if name in (*PLAIN, *SEARCHED):
+                    seconds["encode", name] = encoded(name, rows, pool)
+                if name != "lossless":  # zstd is undone when its chunks are read
+                    seconds["decode", name] = decode(name, stored, table, pool)
+            if number:
+                for key, value in seconds.items():
+                    found[key].append(value / gigabytes)
+    return found
+
+
+def add_speeds(report: Report, found: dict[tuple[str, str], list[float]]) -> None:
+    """Lines of encoding and decoding, against a copy of the rows and against their targets."""
+    copied = Sample(tuple(found["copy", "copy"]))
+    for what in ("encode", "encode and store", "decode"):
+        for name in ALL:
+            if (what, name) in found:
+                measured = Sample(tuple(found[what, name]))
+                report.compare(f"{name}: {what}", measured, "copy of rows", copied, speed)
+        report.section()
+    for what in ("encode", "encode and store"):
+        for name in (*PLAIN, *SEARCHED):
+            bar = 1 / (PLAIN_BAR if name in PLAIN else SEARCHED_BAR)
+            report.state(f"{name}: {what}", Sample(tuple(found[what, name])), speed, bar=bar)
+        report.section()
+
+
+def add_errors(report: Report, root: Path, inputs: dict[str, np.ndarray]) -> None:
+    """Lines of bits and errors."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for source, rows in inputs.items():
+            for name in ALL:
+                try:
+                    codecs.get(name).check(rows.shape[1:], rows.dtype)
+                except OptionError:
+                    continue
+                stored = write(root, name, rows, pool)
+                if stored.encoding.codec != name:
+                    report.note(f"{source}: stored {stored.encoding.reason}.")
+                    continue
+                bits = Sample((8 * stored.encoding.nbytes / len(rows),))
+                raw = Sample((float(32 * np.prod(rows.shape[1:])),))
+                report.compare(f"{source}, {name}: bits of a row", bits, "float32", raw, plainly)
+                if stored.relative_error:
+                    error = Sample((stored.relative_error,))
+                    report.state(f"{source}, {name}: relative l2 error", error, percent)
+            report.section()
+
+
+def speed(value: float) -> str:
+    """Seconds for a GB as GB in a second."""
+    return f"{1 / value:.2f} GB/s"
+
+
+def plainly(value: float) -> str:
+    """A number with one decimal."""
+    return f"{value:.1f}"
+
+
+def percent(value: float) -> str:
+    """A fraction in per cent."""
+    return f"{value:.3%}"
+
+
+def run(options: argparse.Namespace, root: Path) -> None:
+    """Measures and prints the table."""
+    count = max(1000, round(ROWS * options.scale))
+    random = np.random.default_rng(0)
+    rows = files.empty_buffer((count, WIDTH), np.dtype(np.float32))
+    rows[:] = random.standard_normal((count, WIDTH), np.float32)
+    values, slots = trained(options.steps, options.scale)
+    heavy = random.standard_t(3, (min(count, 50_000), WIDTH)).astype(np.float32)
+    inputs = {
+        "Gaussian": rows[:50_000],
+        "Student t, 3": heavy,
+        "trained rows": values,
+        "trained slots": slots,
+    }
+    report = Report(
+        "Codecs",
+        sizes=f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; trained: "
+        f"{len(values):,} rows that {_DELTA_STEPS} of {options.steps} steps of the thesis DLRM "
+        f"touched (Zipf 1.07); {options.repeats} interleaved rounds, median (range)",
+    )
+    add_speeds(report, measure_speeds(root, rows, options.repeats))
+    add_errors(report, root, inputs)
+    report.show(options.json)
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=150, help="training steps for trained rows")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    with tempfile.TemporaryDirectory(prefix="codecs-", dir=options.directory) as place:
+        run(options, Path(place))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
