@@ -36,6 +36,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)
 	$(BIN)/python benchmarks/training.py $(ARGS)
+	$(BIN)/python benchmarks/accuracy.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

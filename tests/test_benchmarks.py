@@ -51,6 +51,10 @@ def test_json_says_which_bars_hold(tmp_path, capsys):
     ("name", "arguments"),
     [
         ("save_restore.py", ["--scale", "0.01", "--repeats", "1"]),
+        (
+            "accuracy.py",
+            ["--steps", "8", "--seeds", "2", "--restores", "2", "--codecs", "adaptive2"],
+        ),
         ("codecs.py", ["--scale", "0.01", "--repeats", "1", "--steps", "5"]),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
         (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import deltackpt
 from deltackpt import integrity, manifest
 
 VERSIONS = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
+ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodings-v*"))
 
 
 def expected_at(step: int) -> dict:
@@ -52,5 +54,26 @@ def test_golden_checkpoint_verifies(version, step):
     assert integrity.verify_step(version / str(step)) == []
 
 
+@pytest.mark.parametrize("version", ENCODED, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", make_golden.STEPS)
+def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_path):
+    root = tmp_path / "golden"
+    shutil.copytree(version, root)
+    assert integrity.verify_step(root / str(step)) == []
+    options = deltackpt.ManagerOptions(read_only=True)
+    # Which codecs were used stands in the step.
+    with deltackpt.CheckpointManager(
+        root, handlers=make_golden.handlers(), options=options
+    ) as manager:
+        state = manager.restore(step, make_golden.state_at(step)).state
+    expected = json.loads((root / "expected.json").read_text())[str(step)]
+    assert make_golden.digests(state) == expected
+    if row := make_golden.STEPS.index(step):
+        odd = np.asarray(make_golden.odd_state_at(step)["tables"]["users"])[row]
+        assert np.isnan(odd).any()
+        assert np.asarray(state["tables"]["users"])[row].tobytes() == odd.tobytes()
+
+
 def test_the_current_format_has_golden_checkpoints():
     assert f"v{manifest.FORMAT_VERSION}" in [path.name for path in VERSIONS]
+    assert f"encodings-v{manifest.FORMAT_VERSION}" in [path.name for path in ENCODED]

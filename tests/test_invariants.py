@@ -43,12 +43,14 @@ class ManagerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         retention=st.sampled_from([None, 1, 2]),
         staging_bytes=st.sampled_from([1, 1 << 24]),
+        codec=st.sampled_from(["raw", "raw", "lossless", "adaptive4", "bf16"]),
     )
-    def start(self, policy, retention, staging_bytes):
+    def start(self, policy, retention, staging_bytes, codec):
         self.root = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.options = deltackpt.ManagerOptions(
             policy=policy, retention=retention, staging_bytes=staging_bytes, durability="process"
         )
+        self.codec = codec
         self.saved: dict[int, dict] = {}
         self.step = 0
         self.seed = 0
@@ -57,7 +59,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
+        tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=self.codec)
         self.manager = deltackpt.CheckpointManager(
             self.root, handlers={"embeddings": tables}, options=self.options
         )
@@ -66,6 +68,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             self.manager.close()
             shutil.rmtree(self.root)
+
+    def check(self, found: dict, step: int):
+        model.assert_same_or_decoded(found, self.saved[step], self.codec)
 
     def committed(self) -> dict[int, dict]:
         return {step: self.saved[step] for step in self.manager.all_steps()}
@@ -124,7 +129,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert result is None
             return
         assert result is not None and result.step == max(self.saved)
-        model.assert_same(result.state, self.saved[result.step])
+        self.check(result.state, result.step)
         self.adopt(result)
 
     @precondition(lambda self: hasattr(self, "manager") and len(self.saved) > 0)
@@ -133,7 +138,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.wait()
         step = data.draw(st.sampled_from(self.manager.all_steps()))
         result = self.manager.restore(step, self.state)
-        model.assert_same(result.state, self.saved[step])
+        self.check(result.state, step)
         self.adopt(result)
         self.step = step
         with warnings.catch_warnings():
@@ -163,7 +168,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     result = reader.restore(step, self.state)
                 except DeltackptError as error:
                     raise AssertionError(f"step {step} of {steps} does not restore") from error
-                model.assert_same(result.state, self.saved[step])
+                self.check(result.state, step)
 
 
 ManagerMachine.TestCase.settings = settings(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base or delta, and how often."""
+"""Base or delta, how often, and by how many bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltackpt.errors import OptionError
-from deltackpt.policy import Consecutive, History, Intermittent, OneShot, advise_interval
+from deltackpt.policy import (
+    BitWidthPolicy,
+    CodecChoice,
+    Consecutive,
+    History,
+    Intermittent,
+    OneShot,
+    advise_interval,
+)
 
 BASE = 1000
 sizes = st.lists(st.integers(0, 1500), max_size=20)
@@ -99,3 +107,74 @@ def test_advice_on_nonsense_is_refused_by_name(name, value):
     given_ = {"stall_secs": 1.0, "persist_secs": 1.0, "mtbr_secs": 1.0, "max_overhead": 0.1}
     with pytest.raises(OptionError, match=name):
         advise_interval(**{**given_, name: value})
+
+
+@given(st.floats(0, 100), st.integers(0, 200), st.permutations([1.0, 3.0, 20.0, 50.0]).map(sorted))
+def test_a_run_that_is_restored_more_often_never_gets_fewer_bits(expected, restores, limits):
+    names = ["adaptive2", "adaptive3", "adaptive4", "int8"]
+    pairs = (*zip(limits, names, strict=True), (math.inf, "raw"))
+    policy = BitWidthPolicy(expected_restores=expected, codecs=pairs)
+    order = [name for _, name in pairs]
+    chosen = [order.index(policy.choose(count).codec) for count in range(restores + 1)]
+    assert chosen == sorted(chosen)
+    limit = pairs[chosen[-1]][0]
+    assert max(expected, restores) <= limit
+
+
+def test_bits_follow_check_n_runs_thresholds():
+    chosen = {
+        expected: BitWidthPolicy(expected_restores=expected).choose(0).codec
+        for expected in (0, 1, 1.01, 3, 3.5, 20, 21, 1000)
+    }
+    assert list(chosen.values()) == [
+        "adaptive2", "adaptive2", "adaptive3", "adaptive3", "adaptive4", "adaptive4", "int8", "int8"
+    ]  # fmt: skip
+
+
+def test_an_exceeded_expectation_is_taken_as_twice_the_count():
+    policy = BitWidthPolicy(expected_restores=2)
+    assert policy.choose(2).reason == "adaptive3: 2 restores expected"
+    found = policy.choose(11)
+    assert found.codec == "int8"
+    assert found.reason == "int8: 22 restores to be expected after 11, where 2 were"
+
+
+def test_failures_give_the_expected_restores():
+    policy = BitWidthPolicy.from_failures(mean_secs_between_failures=3600, run_secs=36_000)
+    assert policy.expected_restores == 10
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BitWidthPolicy(expected_restores=-1), "expected_restores: .*found -1"),
+        (lambda: BitWidthPolicy(expected_restores=math.nan), "expected_restores: .*found nan"),
+        (lambda: BitWidthPolicy(expected_restores=1, codecs=()), r"math.inf, found \[\]"),
+        (lambda: BitWidthPolicy(expected_restores=1, codecs=("int4",)), "pairs of"),
+        (lambda: BitWidthPolicy(expected_restores=1, codecs=((3, "raw"),)), r"found \[3.0\]"),
+        (
+            lambda: BitWidthPolicy(expected_restores=1, codecs=((3, "raw"), (1, "raw"))),
+            "ascending limits",
+        ),
+        (
+            lambda: BitWidthPolicy(expected_restores=1, codecs=((math.inf, "int5"),)),
+            "codec 'int5'",
+        ),
+        (
+            lambda: BitWidthPolicy.from_failures(mean_secs_between_failures=0, run_secs=1),
+            "mean_secs_between_failures: expected a positive",
+        ),
+        (
+            lambda: BitWidthPolicy.from_failures(mean_secs_between_failures=1, run_secs=math.inf),
+            "run_secs: expected a positive",
+        ),
+        (lambda: CodecChoice(delta="int7"), "codec 'int7'"),
+        (lambda: CodecChoice(base="int7"), "codec 'int7'"),
+        (lambda: CodecChoice(max_error=-0.1), "max_error: .*found -0.1"),
+        (lambda: CodecChoice(max_error=math.inf), "max_error: .*found inf"),
+        (lambda: CodecChoice(when_exceeded="warn"), "expected 'widen' or 'refuse', found 'warn'"),
+    ],
+)
+def test_bit_widths_and_choices_that_cannot_work_say_so(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import deltackpt
-from deltackpt import codecs, encode, extract, manifest, stored
+from deltackpt import extract, manifest, stored
 from deltackpt.errors import (
     ErrorBudgetExceeded,
     FormatTooNew,
@@ -90,22 +90,6 @@ def restored(root, template=None, step=1, **arguments):
         return manager.restore(step, template, **arguments).state
 
 
-def decoded(codec: str, rows: np.ndarray) -> np.ndarray:
-    """What a codec makes of rows, each encoded by itself; rows it does not hold as they are."""
-    chosen, out = codecs.get(codec), np.empty_like(rows)
-    for start in range(0, len(rows), 64):
-        part = rows[start : start + 64]
-        encoded = encode.on_host(chosen, part)
-        shapes = chosen.stored(rows.shape[1:], rows.dtype)
-        chosen.decode(
-            {key: np.asarray(encoded.arrays[key]).view(shapes[key].dtype) for key in shapes},
-            out[start : start + 64],
-        )
-        missing = ~np.asarray(encoded.held)
-        out[start : start + 64][missing] = part[missing]
-    return out
-
-
 def encodings(root, step: int) -> dict[tuple[str, str], manifest.Encoding]:
     (record,) = stored.read_save(Path(root) / str(step)).manifests
     return {
@@ -121,7 +105,7 @@ def test_a_delta_restores_what_decoding_gives_and_all_else_bit_for_bit(codec, tm
     found = restored(tmp_path, state)
     rows = np.arange(0, ROWS, 3)
     expected = np.array(base["tables"]["a"])
-    expected[rows] = decoded(codec, np.asarray(state["tables"]["a"])[rows])
+    expected[rows] = model.decoded(codec, np.asarray(state["tables"]["a"])[rows])
     assert np.asarray(found["tables"]["a"]).tobytes() == expected.tobytes()
     assert np.isnan(expected[rows[5]]).all() and np.isinf(expected[rows[700]]).all()
     state["tables"]["a"] = jnp.asarray(expected)
@@ -164,14 +148,14 @@ def test_bases_and_slots_are_quantized_where_asked(tmp_path):
     base, state, _ = saved(tmp_path, tables(choice, slot_codec=slots))
     rows = np.arange(0, ROWS, 3)
     found = restored(tmp_path, state)
-    expected = decoded("int8", np.asarray(base["tables"]["a"]))
-    expected[rows] = decoded("int4", np.asarray(state["tables"]["a"])[rows])
+    expected = model.decoded("int8", np.asarray(base["tables"]["a"]))
+    expected[rows] = model.decoded("int4", np.asarray(state["tables"]["a"])[rows])
     assert np.asarray(found["tables"]["a"]).tobytes() == expected.tobytes()
     assert np.asarray(found["tables"]["b"]).tobytes() == (
-        decoded("int8", np.asarray(base["tables"]["b"])).tobytes()
+        model.decoded("int8", np.asarray(base["tables"]["b"])).tobytes()
     )
     slots = np.array(base["slots"]["a"])
-    slots[rows] = decoded("bf16", np.asarray(state["slots"]["a"])[rows])
+    slots[rows] = model.decoded("bf16", np.asarray(state["slots"]["a"])[rows])
     assert np.asarray(found["slots"]["a"]).tobytes() == slots.tobytes()
     assert np.asarray(found["slots"]["b"]).tobytes() == np.asarray(base["slots"]["b"]).tobytes()
 
@@ -208,7 +192,7 @@ def test_rows_of_a_table_that_is_split_by_columns(tmp_path):
     values = np.asarray(state["tables"]["a"])
     expected = values.copy()
     for half in (slice(0, 8), slice(8, 16)):
-        expected[rows, half] = decoded("int4", np.ascontiguousarray(values[rows, half]))
+        expected[rows, half] = model.decoded("int4", np.ascontiguousarray(values[rows, half]))
     found = np.asarray(restored(tmp_path, state)["tables"]["a"])
     assert found.tobytes() == expected.tobytes()
     assert [figures.rows for figures in report.tables if figures.field == "values"] == [len(rows)]
@@ -240,7 +224,7 @@ def test_a_save_over_its_budget_is_widened_until_it_fits(tmp_path):
     assert "more than 0.02 (planned adaptive2: chosen for deltas)" in values.reason
     rows = np.arange(0, ROWS, 3)
     found = np.asarray(restored(tmp_path, state)["tables"]["a"])[rows]
-    expected = decoded("adaptive8", np.asarray(state["tables"]["a"])[rows])
+    expected = model.decoded("adaptive8", np.asarray(state["tables"]["a"])[rows])
     assert found.tobytes() == expected.tobytes()
     (recorded,) = [e for (_, field), e in encodings(tmp_path, 1).items() if field == "values"]
     assert (recorded.codec, recorded.reason) == (values.codec, values.reason)

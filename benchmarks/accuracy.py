@@ -1,0 +1,475 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantized checkpoints cost in accuracy: log loss and AUC after L restores, against none.
+
+A DLRM is trained; at L evenly spaced steps its state is saved as a delta by the codec and restored
+from it by a real CheckpointManager, and training goes on from what came back. Every run is compared
+with the uninterrupted run of the same seed and the same batches, on samples that neither has seen.
+Runs that must and must not differ tell what the comparison can see: raw deltas (no difference at
+all), a perturbation of the initial tables by 1e-7 (the noise floor), and a codec that is biased on
+purpose (which must fail).
+
+Data: synthetic Zipf traffic, and a file in Criteo's format that is generated, or your own with
+--criteo.
+
+python benchmarks/accuracy.py --results accuracy.jsonl --json accuracy.json --plots docs/assets
+python benchmarks/accuracy.py --from accuracy.jsonl --plots docs/assets     # report again
+python benchmarks/accuracy.py --steps 20 --seeds 2 --restores 1 2 --codecs adaptive2   # smoke test
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report as reports
+import ways  # noqa: F401  (makes the example importable)
+from dlrm_jax import data, journal, model, trainer
+from report import Report, Sample
+from rich.progress import track as progress
+from scipy import stats
+
+import deltackpt
+from deltackpt import codecs
+from deltackpt.codecs import registry
+
+CODECS = ("adaptive2", "adaptive3", "adaptive4", "int8")
+RESTORES = (1, 3, 10, 30)
+#: Relative change of the log loss that Check-N-Run allows: 0.01 %.
+BAR = 1e-4
+BIASED = "biased2"
+REFERENCE, PERTURBED = "uninterrupted", "perturbed"
+_BATCH = 512
+_TEST_BATCHES = 128
+#: Batches of synthetic traffic between those of two seeds.
+_SEED_STRIDE = 10**6
+_EXPONENT = 1.07
+#: Learning rates are so much lower from that part of a run on.
+_CALMER, _CALM_FROM = 20, 0.75
+
+
+class Biased(codecs.Uniform):
+    """Codes of two bits, decoded a third of a step too high: a codec that must be found out."""
+
+    def decode(self, arrays: Any, out: np.ndarray) -> None:
+        super().decode(arrays, out)
+        out += np.asarray(arrays["scale"]).view(np.float16).astype(np.float32)[:, None] / 3
+
+
+class Traffic(NamedTuple):
+    """Batches to train and to test on."""
+
+    name: str
+    rows: dict[str, int]
+    train: Callable[[int, int], data.Batch]  # (seed, step)
+    test: list[data.Batch]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Run:
+    """One training run; ``codec`` may be ``uninterrupted`` or ``perturbed``."""
+
+    traffic: str
+    steps: int
+    seed: int
+    codec: str
+    restores: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run ended with; ``relative_error`` is the mean of its saves."""
+
+    run: Run
+    log_loss: float
+    auc: float
+    relative_error: float
+    digest: str
+
+
+def synthetic() -> Traffic:
+    """Zipf traffic over eight tables; each seed sees samples of its own."""
+    rows = {f"C{i + 1}": 20_000 for i in range(8)}
+    source = data.ZipfTraffic(rows, _BATCH, exponent=_EXPONENT, seed=0)
+    # Batches that no run comes to.
+    test = [source.batch(_SEED_STRIDE - 1 - number) for number in range(_TEST_BATCHES)]
+    return Traffic(
+        "synthetic", rows, lambda seed, step: source.batch(seed * _SEED_STRIDE + step), test
+    )
+
+
+def criteo(path: Path) -> Traffic:
+    """A file in Criteo's format: its last samples are tested on, the order is each seed's own."""
+    rows = data.table_rows("kaggle", 0.002)
+    source = data.CriteoFile(path, rows, _BATCH)
+    whole = source.lines // _BATCH
+    held_out = max(1, min(_TEST_BATCHES, whole // 5))
+    batches = [source.batch(number) for number in range(whole)]
+    known = batches[: whole - held_out] or batches
+
+    def train(seed: int, step: int) -> data.Batch:
+        epoch, place = divmod(step, len(known))
+        return known[np.random.default_rng([seed, epoch]).permutation(len(known))[place]]
+
+    return Traffic("Criteo format", rows, train, batches[whole - held_out :])
+
+
+def write_criteo(path: Path, steps: int) -> None:
+    """Writes synthetic clicks as Criteo's Kaggle file has them, a tenth of the fields unknown."""
+    rows = data.table_rows("kaggle", 0.002)
+    source = data.ZipfTraffic(rows, _BATCH, exponent=_EXPONENT, seed=7)
+    random = np.random.default_rng(7)
+    with path.open("w") as file:
+        for number in range(steps + _TEST_BATCHES):
+            batch = source.batch(number)
+            counts = np.floor(np.exp(batch.numeric) * 3).astype(int)
+            known = random.random((_BATCH, data.CATEGORIES + counts.shape[1])) < 0.9
+            for i in range(_BATCH):
+                fields = [str(int(batch.labels[i]))]
+                fields += [str(n) if known[i, j] else "" for j, n in enumerate(counts[i])]
+                fields += [
+                    f"{ids[i]:08x}" if known[i, counts.shape[1] + j] else ""
+                    for j, ids in enumerate(batch.ids.values())
+                ]
+                file.write("\t".join(fields) + "\n")
+
+
+class Study:
+    """Runs over one kind of traffic: what is compiled once serves them all."""
+
+    def __init__(self, traffic: Traffic, steps: int):
+        self.traffic, self._steps = traffic, steps
+        self._sizes = trainer.ModelOptions(
+            rows=traffic.rows, width=32, bottom=(64,), top=(128, 64), table_rate=0.05
+        )
+        self._step = trainer.train_step(self._sizes)
+        # Learning rates fall at the end, as they do in practice; it also calms the noise that a
+        # run's last steps leave in the comparison.
+        calm = dataclasses.replace(
+            self._sizes,
+            table_rate=self._sizes.table_rate / _CALMER,
+            dense_rate=self._sizes.dense_rate / _CALMER,
+        )
+        self._calm_step, self._calm_from = trainer.train_step(calm), round(steps * _CALM_FROM)
+        self._logits = jax.jit(_logits)
+        self._batches: tuple[int, list[data.Batch]] = (-1, [])
+
+    def run(self, run: Run) -> Outcome:
+        """Trains, saves, restores and tests."""
+        state = trainer.init_state(self._sizes, run.seed)
+        if run.codec == PERTURBED:
+            state = state._replace(tables={k: v * (1 + 1e-7) for k, v in state.tables.items()})
+        if self._batches[0] != run.seed:
+            found = [self.traffic.train(run.seed, step) for step in range(self._steps)]
+            self._batches = (run.seed, found)
+        batches = self._batches[1]
+        errors: list[float] = []
+        if run.codec in (REFERENCE, PERTURBED):
+            state = self._trained(state, batches, 0, len(batches))
+        else:
+            with tempfile.TemporaryDirectory(prefix="accuracy-") as root:
+                state, errors = self._interrupted(Path(root), run, state, batches)
+        log_loss, auc = self._tested(state)
+        error = float(np.mean(errors)) if errors else 0.0
+        return Outcome(run, log_loss, auc, error, trainer.digest(state))
+
+    def _trained(
+        self, state: trainer.TrainState, batches: Sequence[data.Batch], start: int, stop: int
+    ) -> trainer.TrainState:
+        for number in range(start, stop):
+            step = self._step if number < self._calm_from else self._calm_step
+            state, _, _ = step(state, batches[number])
+        return state
+
+    def _interrupted(
+        self, root: Path, run: Run, state: trainer.TrainState, batches: list[data.Batch]
+    ) -> tuple[trainer.TrainState, list[float]]:
+        errors = []
+        options = deltackpt.ManagerOptions(
+            durability="process",
+            policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9),
+        )
+        handlers = {"embeddings": trainer.checkpoint_tables(run.codec)}
+        with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
+            manager.save(0, state)
+            manager.wait()
+            done = 0
+            for number in range(1, run.restores + 1):
+                stop = len(batches) * number // (run.restores + 1)
+                state = self._trained(state, batches, done, stop)
+                # A step's number must grow, also where there are more restores than steps.
+                saved = manager.save(1 + stop + number, state)
+                (report,) = manager.wait()
+                assert saved.kind == "delta", saved.reason
+                values = [f for f in report.tables if f.field == "values"]
+                assert all(f.codec == run.codec for f in values), values
+                errors.append(max((f.relative_error for f in values), default=0.0))
+                result = manager.restore_latest(state)
+                assert result is not None
+                state, done = result.state, stop
+        return self._trained(state, batches, done, len(batches)), errors
+
+    def _tested(self, state: trainer.TrainState) -> tuple[float, float]:
+        labels = np.concatenate([batch.labels for batch in self.traffic.test])
+        scores = np.concatenate(
+            [np.asarray(self._logits(state, batch)) for batch in self.traffic.test]
+        ).astype(np.float64)
+        losses = np.logaddexp(0, scores) - scores * labels
+        return float(losses.mean()), journal.area_under_curve(scores, labels)
+
+
+def _logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:
+    rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
+    return model.logits(state.dense, jnp.asarray(batch.numeric), rows)
+
+
+def runs(options: argparse.Namespace, traffic: str) -> Iterator[Run]:
+    """All runs over one kind of traffic, those of a seed together."""
+    middle = sorted(options.restores)[len(options.restores) // 2]
+    for seed in range(options.seeds):
+        kinds = [(REFERENCE, 0), (PERTURBED, 0), ("raw", middle), (BIASED, middle)]
+        kinds += itertools.product(options.codecs, options.restores)
+        for codec, restores in kinds:
+            yield Run(traffic, options.steps, seed, codec, restores)
+
+
+def measure(options: argparse.Namespace, place: Path) -> list[Outcome]:
+    """Runs everything that ``--results`` does not hold yet, and adds it there."""
+    known = {outcome.run: outcome for outcome in read(options.results)}
+    found = []
+    for kind in options.traffic:
+        if kind == "criteo":
+            path = options.criteo or place / "criteo.txt"
+            if options.criteo is None:
+                write_criteo(path, options.steps)
+            traffic = criteo(path)
+        else:
+            traffic = synthetic()
+        study = Study(traffic, options.steps)
+        for run in progress(list(runs(options, traffic.name)), traffic.name):
+            if run not in known:
+                known[run] = study.run(run)
+                if options.results is not None:
+                    with options.results.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(known[run])) + "\n")
+            found.append(known[run])
+    return found
+
+
+def read(path: Path | None) -> list[Outcome]:
+    """Outcomes of earlier runs."""
+    if path is None or not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Outcome(**{**line, "run": Run(**line["run"])}) for line in lines]
+
+
+class Change(NamedTuple):
+    """Paired relative changes against the uninterrupted runs, a value for each seed."""
+
+    log_loss: np.ndarray
+    auc: np.ndarray
+    relative_error: float
+    same_bits: bool
+
+
+def changes(outcomes: list[Outcome], traffic: str) -> dict[tuple[str, int], Change]:
+    """(codec, restores) to what it changed."""
+    mine = [outcome for outcome in outcomes if outcome.run.traffic == traffic]
+    reference = {o.run.seed: o for o in mine if o.run.codec == REFERENCE}
+    grouped: dict[tuple[str, int], list[Outcome]] = {}
+    for outcome in sorted(mine, key=lambda outcome: outcome.run.seed):
+        grouped.setdefault((outcome.run.codec, outcome.run.restores), []).append(outcome)
+    return {
+        key: Change(
+            np.array([o.log_loss / reference[o.run.seed].log_loss - 1 for o in group]),
+            np.array([o.auc / reference[o.run.seed].auc - 1 for o in group]),
+            float(np.mean([o.relative_error for o in group])),
+            all(o.digest == reference[o.run.seed].digest for o in group),
+        )
+        for key, group in grouped.items()
+    }
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean, by Student's t."""
+    if len(values) < 2:
+        return float("-inf"), float("inf")
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def verdict(values: np.ndarray) -> str:
+    """What the interval of the log loss's change allows to say of 0.01 %."""
+    low, _ = interval(values)
+    if claimed(values) <= BAR:
+        return "within 0.01 %"
+    return "more than 0.01 % worse" if low > BAR else "cannot tell"
+
+
+def claimed(values: np.ndarray) -> float:
+    """The least change that may be claimed not to be exceeded.
+
+    The upper end of the interval, but never less than half its width: what is measured less
+    precisely than a bar cannot be claimed to keep it.
+    """
+    low, high = interval(values)
+    return max(high, (high - low) / 2)
+
+
+def add_lines(report: Report, outcomes: list[Outcome], traffic: str) -> None:
+    """Lines of one kind of traffic."""
+    for (codec, restores), change in changes(outcomes, traffic).items():
+        low, high = interval(change.log_loss)
+        title = f"{traffic}, {codec}, {restores} restores"
+        if codec == REFERENCE:
+            continue
+        if codec == "raw":
+            differ = Sample((0.0 if change.same_bits else 1.0,))
+            report.state(f"{title}: other bits", differ, "{:.0f}".format, bar=0.0)
+        elif codec == BIASED:
+            # Turned round: the lower end must be above the bar.
+            report.state(f"{title}: found out, - lower end", Sample((-low,)), shown, bar=-BAR)
+        else:
+            bar = None if codec == PERTURBED else BAR
+            least = claimed(change.log_loss)
+            report.state(f"{title}: log loss, at most", Sample((least,)), shown, bar=bar)
+            auc = interval(change.auc)
+            report.note(
+                f"{title}: {verdict(change.log_loss)}; log loss {shown(change.log_loss.mean())} "
+                f"({shown(low)} to {shown(high)}), AUC {shown(change.auc.mean())} "
+                f"({shown(auc[0])} to {shown(auc[1])}), rows off by {change.relative_error:.2%}"
+            )
+
+
+def markdown(outcomes: list[Outcome], traffic: str) -> str:
+    """The figures of one kind of traffic as a table."""
+    lines = [
+        "| codec | restores | rows off by | log loss | 95 % interval | AUC | 95 % interval | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (codec, restores), change in sorted(changes(outcomes, traffic).items()):
+        if codec == REFERENCE:
+            continue
+        ends = [" to ".join(map(shown, interval(v))) for v in (change.log_loss, change.auc)]
+        said = "the same bits" if change.same_bits else verdict(change.log_loss)
+        lines.append(
+            f"| {codec} | {restores} | {change.relative_error:.2%} | "
+            f"{shown(change.log_loss.mean())} | {ends[0]} | {shown(change.auc.mean())} | {ends[1]} "
+            f"| {said} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(outcomes: list[Outcome], traffic: str, directory: Path) -> Path:
+    """Changes of log loss and AUC over the restores, with their intervals, as an SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "deltackpt"
+    from matplotlib import pyplot, ticker
+
+    found = changes(outcomes, traffic)
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    floor = interval(found[PERTURBED, 0].log_loss), interval(found[PERTURBED, 0].auc)
+    names = [codec for codec in dict.fromkeys(codec for codec, _ in found)]
+    shown_codecs = [name for name in names if name not in (REFERENCE, PERTURBED, "raw")]
+    for panel, what, noise in zip(panels, ("log_loss", "auc"), floor, strict=True):
+        panel.axhspan(100 * noise[0], 100 * noise[1], color="0.85", label="noise floor (1e-7)")
+        panel.axhline(0, color="0.5", linewidth=0.8)
+        bar = 100 * BAR if what == "log_loss" else -100 * BAR
+        panel.axhline(bar, color="0.3", linestyle=":", linewidth=0.8, label="0.01 %")
+        for shift, codec in enumerate(shown_codecs):
+            places = sorted(restores for name, restores in found if name == codec)
+            values = [getattr(found[codec, restores], what) for restores in places]
+            means = np.array([100 * value.mean() for value in values])
+            ends = [interval(value) for value in values]
+            halves = np.array([50 * (high - low) for low, high in ends])
+            where = np.array(places) * 1.06 ** (shift - len(shown_codecs) / 2)
+            marker = "x" if codec == BIASED else "o"
+            panel.errorbar(where, means, halves, marker=marker, capsize=3, label=codec)
+        panel.set_xscale("log")
+        panel.set_yscale("symlog", linthresh=0.1)
+        panel.set_xticks(sorted({r for _, r in found if r}), labels=None)
+        panel.xaxis.set_major_formatter(ticker.ScalarFormatter())
+        panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        panel.minorticks_off()
+        panel.set_xlabel("restores in the run")
+    panels[0].set_ylabel("change of the log loss in % (higher is worse)")
+    panels[1].set_ylabel("change of the AUC in % (lower is worse)")
+    panels[0].legend(fontsize="small")
+    figure.suptitle(f"{traffic}: mean and 95 % interval, paired by seed")
+    path = directory / f"accuracy-{traffic.lower().replace(' ', '-')}.svg"
+    directory.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+def shown(value: float) -> str:
+    """A relative change in per cent."""
+    return f"{value:+.4%}"
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = reports.arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=600, help="training steps of a run")
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--codecs", nargs="+", default=CODECS)
+    parser.add_argument("--restores", nargs="+", type=int, default=RESTORES)
+    parser.add_argument(
+        "--traffic", nargs="+", choices=("synthetic", "criteo"), default=("synthetic", "criteo")
+    )
+    parser.add_argument("--criteo", type=Path, help="a file in Criteo's format")
+    parser.add_argument("--results", type=Path, help="keep outcomes here; known ones are not run")
+    parser.add_argument("--from", type=Path, dest="earlier", help="only report these outcomes")
+    parser.add_argument("--plots", type=Path, help="write plots into this directory")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command line."""
+    options = parsed()
+    registry._CODECS[BIASED] = Biased(BIASED, 2)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    warnings.filterwarnings("ignore", message=".*donated buffers.*")
+    started = time.perf_counter()
+    if options.earlier is not None:
+        outcomes = read(options.earlier)
+    else:
+        with tempfile.TemporaryDirectory(prefix="accuracy-", dir=options.directory) as place:
+            outcomes = measure(options, Path(place))
+    kinds = list(dict.fromkeys(outcome.run.traffic for outcome in outcomes))
+    seeds = len({outcome.run.seed for outcome in outcomes})
+    report = Report(
+        "Accuracy after restores from quantized deltas",
+        sizes=f"{outcomes[0].run.steps} steps of batch {_BATCH}, {seeds} seeds, tested on up to "
+        f"{_TEST_BATCHES * _BATCH:,} samples; {time.perf_counter() - started:.0f} s",
+    )
+    for kind in kinds:
+        add_lines(report, outcomes, kind)
+        report.section()
+    report.show(options.json)
+    if options.markdown is not None:
+        tables = [f"### {kind}\n\n{markdown(outcomes, kind)}\n" for kind in kinds]
+        options.markdown.write_text("\n".join(tables))
+    if options.plots is not None:
+        for kind in kinds:
+            print(plot(outcomes, kind, options.plots))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
