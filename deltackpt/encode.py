@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ def encode(codec: Codec, rows: jax.Array) -> Encoded:
     """Encodes rows (n, *trailing) of a float dtype by a lossy codec."""
     values = rows.reshape(rows.shape[0], -1).astype(jnp.float32)
     if isinstance(codec, Uniform):
-        return _uniform(codec, values)
+        return _uniform(codec, values, rows.dtype)
     assert isinstance(codec, codecs.ShorterFloat)
     return _shorter(codec, values, rows.shape)
 
@@ -134,14 +133,12 @@ def on_host(codec: Codec, rows: np.ndarray) -> Encoded:
         padded = np.zeros((length, *rows.shape[1:]), rows.dtype)
         padded[:count] = rows
         rows = padded
-    with _on_cpu():
-        found = jax.block_until_ready(encode(codec, rows))
-    return to_host(found, count)
+    return to_host(encode(codec, jax.device_put(rows, _cpu())), count)
 
 
 def to_host(encoded: Encoded, count: int) -> Encoded:
     """The first ``count`` rows in host memory; waits for them."""
-    return jax.tree.map(lambda array: np.asarray(array)[:count], encoded)
+    return jax.tree.map(lambda array: array[:count], jax.device_get(encoded))
 
 
 def ahead(
@@ -165,15 +162,15 @@ def ahead(
 def piece_rows(trailing: tuple[int, ...]) -> int:
     """Rows of a piece for ``on_host``: a power of two."""
     row_bytes = 4 * max(1, int(np.prod(trailing, dtype=np.int64)))
-    return 1 << max(_LEAST_ROWS, PIECE_BYTES // row_bytes).bit_length() - 1
+    return 1 << (max(_LEAST_ROWS, PIECE_BYTES // row_bytes).bit_length() - 1)
 
 
-def _on_cpu() -> contextlib.AbstractContextManager[object]:
+def _cpu() -> Any:
     """Keeps host memory off an accelerator, where there is a CPU backend beside it."""
     try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
+        return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        return contextlib.nullcontext()
+        return None
 
 
 # Shorter floats.
@@ -183,20 +180,18 @@ def _shorter(codec: codecs.ShorterFloat, values: jax.Array, shape: tuple[int, ..
     norm = _squares(values)
     held = _within(values, norm, codec.smallest, codec.largest)
     values = jnp.where(held[:, None], values, 0)
-    kind = jnp.bfloat16 if codec.dtype == "bfloat16" else jnp.float16
-    # The barrier keeps XLA from leaving out the rounding.
-    short = lax.optimization_barrier(values.astype(kind))
-    error = _squares(short.astype(jnp.float32) - values)
-    stored = lax.bitcast_convert_type(short, jnp.uint16).reshape(shape)
-    return Encoded({"": stored}, held, error, jnp.where(held, norm, 0))
+    rounded = _rounded_brain if codec.dtype == "bfloat16" else _rounded_half
+    found, patterns = rounded(values)
+    error = _squares(found - values)
+    return Encoded({"": patterns.reshape(shape)}, held, error, jnp.where(held, norm, 0))
 
 
 # Uniform codes.
 
 
-def _uniform(codec: Uniform, values: jax.Array) -> Encoded:
+def _uniform(codec: Uniform, values: jax.Array, dtype: np.dtype) -> Encoded:
     norm = _squares(values)
-    held = _within(values, norm, uniform.SMALLEST, uniform.LARGEST)
+    held = _within(values, norm, uniform.SMALLEST, uniform.largest(dtype))
     values = jnp.where(held[:, None], values, 0)
     low, high = jnp.min(values, axis=1), jnp.max(values, axis=1)
     parameters = _parameters(codec, low, high)
@@ -205,16 +200,19 @@ def _uniform(codec: Uniform, values: jax.Array) -> Encoded:
     scale, offset = parameters.scale[:, None], parameters.offset[:, None]
     places = (values - offset) * _inverse(scale)
     codes = _codes(codec, places)
-    # Without a scale the places say nothing of the error.
-    flat = _squares(values - offset)
-    error = jnp.where(parameters.scale > 0, _squares(codes - places) * parameters.scale**2, flat)
+    if dtype == jnp.float32:
+        # Without a scale the places say nothing of the error.
+        missed = jnp.where(scale > 0, (codes - places) * scale, values - offset)
+    else:
+        rounded = _rounded_brain if dtype == jnp.bfloat16 else _rounded_half
+        missed = rounded(codes * scale + offset)[0] - values
     arrays = {
         "": _packed((codes + codec.middle).astype(jnp.uint8), codec.bits),
         "scale": parameters.scale_bits,
     }
     if not codec.symmetric:
         arrays["offset"] = parameters.offset_bits
-    return Encoded(arrays, held, error, jnp.where(held, norm, 0))
+    return Encoded(arrays, held, _squares(missed), jnp.where(held, norm, 0))
 
 
 class _Parameters(NamedTuple):
@@ -283,26 +281,28 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 
 def _searched(codec: Uniform, columns: jax.Array, low: jax.Array, high: jax.Array) -> _Parameters:
-    """The best of the whole range, of the range that the search ends with, and of the fits."""
-    latest = _parameters(codec, low, high)
-    best = _Best(jnp.full_like(low, jnp.inf), latest)
+    """The best of: the whole range, the range that the search ends with, and each fit in turn."""
+    candidate = _parameters(codec, low, high)
+    best = _Best(jnp.full_like(low, jnp.inf), candidate)
     if codec.bins:
-        best = _measured(codec, columns, latest).of(latest)
-        latest = _parameters(codec, *_shrunk(codec, columns, low, high))
+        best = _Best(_measured(codec, columns, candidate)[0], candidate)
+        candidate = _parameters(codec, *_shrunk(codec, columns, low, high))
     for number in range(codec.refits + 1):
-        found = _measured(codec, columns, latest, fit=number < codec.refits)
-        best = found.of(latest).better(best)
-        latest = found.fitted
+        error, fitted = _measured(codec, columns, candidate, fit=number < codec.refits)
+        best = _Best(error, candidate).better(best)
+        candidate = fitted
     return best.parameters
 
 
 class _Best(NamedTuple):
-    squared_error: jax.Array
+    """Parameters and the l2 error (n,) that they lead to: not its square, which may underflow."""
+
+    error: jax.Array
     parameters: _Parameters
 
     def better(self, other: _Best) -> _Best:
         """The better of the two in each row, the other where they are equal."""
-        chosen = self.squared_error < other.squared_error
+        chosen = self.error < other.error
         return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), self, other)
 
 
@@ -326,7 +326,7 @@ def _shrunk(
             return found
 
         sums = _over_columns(columns, [jnp.zeros_like(low) for _ in ranges], add)
-        return [total * jnp.square(scale) for total, scale in zip(sums, scales, strict=True)]
+        return [jnp.sqrt(total) * scale for total, scale in zip(sums, scales, strict=True)]
 
     def step(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, *best = state
@@ -344,21 +344,13 @@ def _shrunk(
     return low, high
 
 
-class _Measured(NamedTuple):
-    """What parameters lead to: squared errors, and the parameters that fit their codes best."""
-
-    squared_error: jax.Array
-    fitted: _Parameters
-
-    def of(self, parameters: _Parameters) -> _Best:
-        """The parameters with their errors."""
-        return _Best(self.squared_error, parameters)
-
-
 def _measured(
     codec: Uniform, columns: jax.Array, parameters: _Parameters, *, fit: bool = False
-) -> _Measured:
-    """Measures parameters over the columns (width, n), and fits new ones by least squares."""
+) -> tuple[jax.Array, _Parameters]:
+    """The l2 error over the columns (width, n), and parameters fitted to the codes if asked for.
+
+    The fit is that of least squares.
+    """
     scale, offset = parameters.scale, parameters.offset
     inverse = _inverse(scale)
 
@@ -370,16 +362,16 @@ def _measured(
 
     sums = _over_columns(columns, [jnp.zeros_like(offset)] * (5 if fit else 1), add)
     # Without a scale the places say nothing of the error, and there is nothing to fit.
-    error = jnp.where(scale > 0, sums[0] * jnp.square(scale), jnp.inf)
+    error = jnp.where(scale > 0, jnp.sqrt(sums[0]) * scale, jnp.inf)
     if not fit:
-        return _Measured(error, parameters)
+        return error, parameters
     _, code, place, square, product = sums
     width = columns.shape[0]
     spread = square - code * code / width
     slope = (product - code * place / width) / jnp.where(spread > 0, spread, 1)
     slope = jnp.where((spread > 0) & (slope > 0), slope, 1)
     shift = (place - slope * code) / width
-    return _Measured(error, _stored(codec, scale * slope, offset + scale * shift))
+    return error, _stored(codec, scale * slope, offset + scale * shift)
 
 
 def _over_columns(

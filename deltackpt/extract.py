@@ -18,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from deltackpt.staging import Staging
 from deltackpt.tables import Layout
 
 _SMALLEST_BUCKET = 1024
+_DEVICE_PIECE_BYTES = 64 << 20
 #: Fewer rows are not worth a thread.
 _LEAST_SHARE = 4096
 
@@ -96,15 +98,24 @@ class FieldSource:
             count = part.stop - part.start
             if count == 0 and (found or shard is not self.shards[-1]):
                 continue
-            local = np.zeros(bucket(count), np.int32)
-            local[:count] = np.asarray(rows[part]) - shard.start
-            piece = _take(shard.data, local)
-            if codec.lossless:
-                piece.copy_to_host_async()
-                found.append(DevicePiece(piece, count))
-            else:
-                found.append(DevicePiece.dispatch(codec, piece, count))
+            limit = max(1, count) if codec.lossless else self._device_rows
+            for start in range(part.start, max(part.start + 1, part.stop), limit):
+                chosen = np.asarray(rows[start : min(start + limit, part.stop)])
+                local = np.zeros(bucket(len(chosen)), np.int32)
+                local[: len(chosen)] = chosen - shard.start
+                piece = _take(shard.data, local)
+                if codec.lossless:
+                    piece.copy_to_host_async()
+                    found.append(DevicePiece(piece, len(chosen)))
+                else:
+                    found.append(DevicePiece.dispatch(codec, piece, len(chosen)))
         return found
+
+    @property
+    def _device_rows(self) -> int:
+        """Rows that are encoded at once on a device: temporary memory is twice theirs and more."""
+        row_bytes = max(1, math.prod(self.trailing) * self.dtype.itemsize)
+        return max(_SMALLEST_BUCKET, 1 << ((_DEVICE_PIECE_BYTES // row_bytes).bit_length() - 1))
 
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[Piece]:
         """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
@@ -182,16 +193,16 @@ class SegmentSource:
                 futures.append(staging.submit(source.gather, self.rows[part], out[part]))
         return Copying(RowBlock(self.group, self.rows, self.columns, fields), futures)
 
-    def dispatched(self, codecs: Mapping[str, Codec]) -> Dispatched:
+    def dispatched(self, codec_of: Mapping[str, Codec]) -> Dispatched:
         """The rows on their way from the devices: independent of the training state.
 
         Args:
-          codecs: field name to codec; lossy ones encode on the devices.
+          codec_of: field name to codec; lossy ones encode on the devices.
         """
         fields = {
-            name: source.dispatch(self.rows, codecs[name]) for name, source in self.fields.items()
+            name: source.dispatch(self.rows, codec_of[name]) for name, source in self.fields.items()
         }
-        lossy = frozenset(name for name in fields if not codecs[name].lossless)
+        lossy = frozenset(name for name in fields if not codec_of[name].lossless)
         return Dispatched(self.group, self.columns, self.rows, fields, lossy)
 
 
@@ -216,6 +227,11 @@ class Landed:
         for start in range(0, len(rows), limit_rows):
             yield HostPiece(rows[start : start + limit_rows])
 
+    def give_back(self, staging: Staging) -> None:
+        """Ends the use of the staging memory."""
+        for buffer in self.block.fields.values():
+            staging.give_back(buffer)
+
 
 @dataclasses.dataclass(eq=False)
 class Copying:
@@ -234,6 +250,11 @@ class Copying:
             future.result()
         return Landed(self.block, {})
 
+    def give_back(self, staging: Staging) -> None:
+        """Ends the use of the staging memory, once nothing writes there any more."""
+        self.wait()
+        Landed(self.block, {}).give_back(staging)
+
 
 @dataclasses.dataclass(eq=False)
 class Dispatched:
@@ -251,6 +272,9 @@ class Dispatched:
 
     def wait(self) -> None:
         """Nothing to wait for: the gather was dispatched before later steps can be."""
+
+    def give_back(self, staging: Staging) -> None:
+        """Nothing to give back: the rows are on the devices."""
 
     def landed(self, staging: Staging) -> Landed:
         """Waits for the transfers and puts lossless fields into staging memory."""

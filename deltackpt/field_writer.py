@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,10 @@ from deltackpt.integrity import Digest
 from deltackpt.manifest import ArrayEntry, Encoding
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.storage import arrays
+
+#: Rows that a codec does not hold stay in memory until the others are written: at most that many,
+#: or that share of all.
+_FEW_ROWS, _MOST_BESIDE = 4096, 1 / 16
 
 
 class Place(NamedTuple):
@@ -115,6 +118,9 @@ def write_field(
       StorageError: the store refused.
     """
     plan = field.planned
+    if not _fits(field, plan.codec):  # the shard of a table that is split by columns
+        reason = f"raw: columns of shape {field.trailing} are too narrow for {plan.codec}"
+        plan = Choice(codec="raw", reason=reason)
     while True:
         codec = codecs.get(plan.codec)
         if codecs.is_lossless(codec):
@@ -122,10 +128,12 @@ def write_field(
         attempt = _Attempt(place, field, codec)
         for piece, encoded in encode.ahead(codec, pieces(codec), pool):
             attempt.write(piece, encoded)
-        stored = attempt.finish(plan)
+            if attempt.hopeless():
+                break
         fault = attempt.fault()
         if fault is None:
-            return stored
+            return attempt.finish(plan)
+        attempt.remove()
         if fault.over_budget and field.choice.when_exceeded == "refuse":
             raise ErrorBudgetExceeded(
                 f"segment {place.segment}, {field.name}: expected an error within max_error="
@@ -133,8 +141,6 @@ def write_field(
                 "choose a more precise codec, a wider budget, or when_exceeded='widen'. Nothing "
                 "was committed, and no touched row is lost"
             )
-        for entry in stored.arrays.entries:
-            shutil.rmtree(place.directory(entry.name))
         plan = _wider(field, plan.codec, fault)
 
 
@@ -204,32 +210,49 @@ class _Attempt:
         )
         return StoredField(found, encoding)
 
+    def remove(self) -> None:
+        """Removes what was written."""
+        for writer in self._writers.values():
+            writer.remove()
+
     def _write_beside(self) -> Iterator[StoredArrays]:
-        name = self._field.name
-        rows = np.concatenate(self._beside)
-        stored = codecs.get("raw").stored(rows.shape[1:], rows.dtype)[""].dtype
-        for suffix, array, zstd in (
-            (codecs.BESIDE, rows.view(stored), False),
-            (codecs.BESIDE_AT, np.concatenate(self._beside_at), True),
+        field = self._field
+        stored = codecs.stored_dtype(field.dtype)
+        for suffix, trailing, parts, zstd in (
+            (codecs.BESIDE, field.trailing, [rows.view(stored) for rows in self._beside], False),
+            (codecs.BESIDE_AT, (), self._beside_at, True),
         ):
             entry = arrays.array_entry(
-                codecs.array_name(name, suffix), array.shape, array.dtype, zstd=zstd
+                codecs.array_name(field.name, suffix),
+                (self._beside_count, *trailing),
+                parts[0].dtype,
+                zstd=zstd,
             )
-            yield write_array(self._place, entry, iter([array]))
+            yield write_array(self._place, entry, iter(parts))
+
+    @property
+    def _beside_count(self) -> int:
+        return sum(len(rows) for rows in self._beside)
+
+    def hopeless(self) -> bool:
+        """Whether so many rows are not held that the codec gains too little for their memory."""
+        beside, count = self._beside_count, self._field.count
+        if beside == 0:
+            return False
+        coded_bytes = sum(
+            np.dtype(entry.dtype).itemsize * math.prod(entry.shape[1:])
+            for entry in self._entries.values()
+        )
+        saved_bytes = self._field.raw_bytes - count * coded_bytes
+        too_large = beside * self._field.raw_bytes >= saved_bytes * count
+        return too_large or beside > max(_FEW_ROWS, count * _MOST_BESIDE)
 
     def fault(self) -> _Fault | None:
         """Why what was written will not do; None where it will."""
         name, field = self._codec.name, self._field
-        beside = sum(len(rows) for rows in self._beside)
-        if beside:
-            entries = (
-                np.dtype(entry.dtype).itemsize * math.prod(entry.shape[1:])
-                for entry in self._entries.values()
-            )
-            row_bytes = field.raw_bytes / field.count
-            if field.count * sum(entries) + beside * row_bytes >= field.raw_bytes:
-                text = f"{beside} of {field.count} rows are beyond what {name} holds"
-                return _Fault(text, over_budget=False)
+        if self.hopeless():
+            text = f"{self._beside_count} of {self._done} rows are beyond what {name} holds"
+            return _Fault(text, over_budget=False)
         bound = field.choice.max_error
         if bound is None:
             return None

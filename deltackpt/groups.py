@@ -71,6 +71,7 @@ def group_tables(
             _field_spec(field, flat.leaves[i], always)
             for field, (i, always) in sorted(table.fields.items(), key=_values_first)
         )
+        _check_array_names(table.name, specs)
         choices = tuple(
             (values_of if spec.name == blocks.VALUES else slots_of)[table.name] for spec in specs
         )
@@ -121,6 +122,23 @@ def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, Cod
 def _first_match(given: Mapping[str, _OneOption], name: str) -> _OneOption:
     matching = (choice for pattern, choice in given.items() if paths.matches(pattern, name))
     return next(matching, "raw")
+
+
+def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:
+    """A slot's stored array must not bear the name of one that a codec of another slot may add."""
+    taken = {
+        codecs.array_name(spec.name, suffix): spec.name
+        for spec in specs
+        for suffix in codecs.SUFFIXES
+    }
+    for spec in specs:
+        if spec.name in taken:
+            raise TableSelectionError(
+                f"table {table}: expected slot names that stay apart from those of stored arrays, "
+                f"found {spec.name}, which is an array of {taken[spec.name]} too; rename the slot: "
+                f"none may end in one of {', '.join('.' + suffix for suffix in codecs.SUFFIXES)} "
+                "of another one"
+            )
 
 
 def _check_fit(table: str, spec: FieldSpec, choice: CodecChoice) -> None:

@@ -312,7 +312,7 @@ class PendingSave:
             item_digests_crc32c=digests_crc32c,
             writers=__about__.writer_versions(),
             restores=self.intent.restores,
-            features=_features(segments),
+            features=self._features(segments),
         )
         name = layout.manifest_name(process)
         files.write_atomic(item_dir / name, manifest.to_bytes(record), fsync=fsync)
@@ -330,21 +330,24 @@ class PendingSave:
             for group in self._layout.groups
         )
 
+    def _features(self, segments: Sequence[Segment]) -> tuple[str, ...]:
+        """What a reader must know: it must not take planned codecs for those that were used."""
+        planned = {choice.codec for plan in self.plans.values() for choice in plan.values()}
+        used = {encoding.codec for segment in segments for encoding in segment.encodings}
+        return () if planned | used == {"raw"} else (manifest.ENCODINGS,)
+
     def _land(self) -> None:
         """Waits for rows that are on their way from the training state."""
         self.wait_copied()
-        if self._copied is not None:
-            self._copied = [
-                block if isinstance(block, Landed) else block.landed(self._staging)
-                for block in self._copied
-            ]
+        for number, block in enumerate(self._copied or ()):
+            if not isinstance(block, Landed):
+                assert self._copied is not None
+                self._copied[number] = block.landed(self._staging)
 
     def _release(self) -> None:
         self.wait_copied()
         for held in self._copied or ():
-            if not isinstance(held, Dispatched):
-                for buffer in held.block.fields.values():
-                    self._staging.give_back(buffer)
+            held.give_back(self._staging)
         if self._copied is not None:
             self._copied = []
         self._segments = [segment.detached() for segment in self._segments]
@@ -377,6 +380,7 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         layout=split.layout,
         force_base=embeddings.force_base,
     )
+    copied: list[Copying | Dispatched] | None = None
     try:
         whole = intent.since_clock is None
         plans = {
@@ -391,18 +395,19 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         )
         nbytes = sum(segment.nbytes for segment in segments)
         _require_room(step_dir.parent, nbytes, step)
-        copied = None
         if not whole and staging.fits(nbytes):
-            copied = [
-                segment.copied(staging)
-                if segment.on_host
-                else segment.dispatched(_codecs_of(plans[segment.group]))
-                for segment in segments
-            ]
+            copied = []
+            for segment in segments:
+                if segment.on_host:
+                    copied.append(segment.copied(staging))
+                else:
+                    copied.append(segment.dispatched(_codecs_of(plans[segment.group])))
         else:
             extract.hold(segments)
     except BaseException:
         lineage.failed(intent.save_id)
+        for taken in copied or ():
+            taken.give_back(staging)
         raise
     extract_secs = time.perf_counter() - started
     return PendingSave(embeddings, intent, segments, copied, plans, staging, extract_secs)
@@ -419,11 +424,6 @@ def _write_rows(place: Place, rows: blocks.Rows) -> field_writer.StoredArrays:
     encoded = gaps.encode_gaps(rows)
     entry = arrays.array_entry(layout.GAPS, encoded.shape, encoded.dtype, zstd=True)
     return field_writer.write_array(place, entry, iter([encoded]))
-
-
-def _features(segments: Sequence[Segment]) -> tuple[str, ...]:
-    coded = any(encoding.codec != "raw" for segment in segments for encoding in segment.encodings)
-    return (manifest.ENCODINGS,) if coded else ()
 
 
 def base_bytes(groups: Sequence[GroupEntry]) -> int:

@@ -390,6 +390,8 @@ class _StoredField:
     @functools.cached_property
     def beside(self) -> tuple[ArrayEntry, ...]:
         """The rows that the codec did not hold, and their positions; empty where there are none."""
+        if codecs.get(self.spec.codec).lossless:
+            return ()
         names = [self._name(suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)]
         return tuple(self._entries[name] for name in names if name in self._entries)
 

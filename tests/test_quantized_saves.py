@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import deltackpt
-from deltackpt import extract, manifest, stored
+from deltackpt import codecs, encode, extract, manifest, stored
 from deltackpt.errors import (
     ErrorBudgetExceeded,
     FormatTooNew,
@@ -84,9 +84,10 @@ def saved(root, codec, rows=None, *, base=None, marks=None, options=None, **odd)
     return base, state, report
 
 
-def restored(root, template=None, step=1, **arguments):
+def restored(root, template=None, step=1, handlers=None, **arguments):
     options = deltackpt.ManagerOptions(read_only=True)
-    with deltackpt.CheckpointManager(root, handlers=tables(), options=options) as manager:
+    handlers = handlers or tables()
+    with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         return manager.restore(step, template, **arguments).state
 
 
@@ -208,6 +209,55 @@ def test_a_table_whose_rows_no_codec_holds_is_stored_raw_with_the_reason(tmp_pat
     assert values.reason.startswith("raw: 10 of 10 rows are beyond what int4 holds")
 
 
+def test_raw_steps_ask_no_feature_of_their_reader(tmp_path):
+    saved(tmp_path, "raw")
+    for step in ("0", "1"):
+        assert stored.read_save(tmp_path / step).manifests[0].features == ()
+
+
+def test_many_rows_beyond_a_codec_are_not_collected_in_memory(tmp_path):
+    state = {"tables": {"a": jnp.full((100_000, 16), 1e-6)}, "slots": {}}
+    chosen = deltackpt.Tables(select="tables/*", slots={}, codec=deltackpt.CodecChoice(base="fp16"))
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": chosen}) as manager:
+        manager.save(0, state)
+        (report,) = manager.wait()
+    (figures,) = report.tables
+    seen = int(figures.reason.split(" of ")[1].split()[0])
+    assert figures.codec == "raw" and seen < 100_000
+    assert sorted(p.name for p in (tmp_path / "0/embeddings/part.0/g0.0").iterdir()) == ["values"]
+    model.assert_same(restored(tmp_path, state, 0, {"embeddings": chosen}), state)
+
+
+def test_column_shards_too_narrow_to_gain_are_stored_raw(tmp_path):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    sharding = NamedSharding(jax.make_mesh((8,), ("c",)), P(None, "c"))
+    state = {"tables": {"a": jax.device_put(jnp.ones((64, 8)), sharding)}}
+    chosen = deltackpt.Tables(select="tables/*", codec=deltackpt.CodecChoice(base="int8"))
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": chosen}) as manager:
+        manager.save(0, state)
+        (report,) = manager.wait()
+    (figures,) = report.tables
+    assert figures.reason == "raw: columns of shape (1,) are too narrow for int8"
+    model.assert_same(restored(tmp_path, state, 0, {"embeddings": chosen}), state)
+
+
+def test_encoding_needs_no_implicit_transfer(tmp_path):
+    with jax.transfer_guard("disallow"):
+        pieces = encode.HostPiece(np.ones((10, 16), np.float32))
+        assert pieces.encoded(codecs.get("adaptive4")).held.all()
+
+
+@pytest.mark.parametrize("name", ["acc.raw", "acc.raw_at", "acc.scale", "acc.offset"])
+def test_slots_named_like_arrays_of_a_codec_are_refused(name, tmp_path):
+    state = {"tables": {"a": jnp.ones((20, 8))}, "slots": {"x": jnp.ones(20), "y": jnp.ones(20)}}
+    slots = {"tables/a": {"acc": "slots/x", name: "slots/y"}}
+    chosen = deltackpt.Tables(select="tables/*", slots=slots)
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": chosen}) as manager:
+        with pytest.raises(TableSelectionError, match=f"tables/a: .*slot.{name}.*rename the slot"):
+            manager.save(0, state)
+
+
 def test_rows_beyond_the_range_of_a_codec_come_back_bit_for_bit(tmp_path):
     _, state, _ = saved(tmp_path, "fp16", row3=1e5, row4=1e-30, row6=3e38)
     found = np.asarray(restored(tmp_path, state)["tables"]["a"])
@@ -233,6 +283,8 @@ def test_a_save_over_its_budget_is_widened_until_it_fits(tmp_path):
 def test_a_budget_of_nothing_ends_in_raw(tmp_path):
     choice = deltackpt.CodecChoice(delta="int8", base="bf16", max_error=0)
     base, state, report = saved(tmp_path, choice)
+    # A reader that does not know encodings would decode by the planned codec.
+    assert stored.read_save(tmp_path / "1").manifests[0].features == (manifest.ENCODINGS,)
     model.assert_same(restored(tmp_path, state), state)
     model.assert_same(restored(tmp_path, base, 0), base)
     assert {figures.codec for figures in report.tables} == {"raw"}

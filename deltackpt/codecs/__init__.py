@@ -11,6 +11,7 @@ from deltackpt.codecs.floats import ShorterFloat
 from deltackpt.codecs.registry import (
     BESIDE,
     BESIDE_AT,
+    SUFFIXES,
     array_name,
     decode_block,
     get,
@@ -24,6 +25,7 @@ __all__ = [
     "BESIDE",
     "BESIDE_AT",
     "Codec",
+    "SUFFIXES",
     "Lossless",
     "ShorterFloat",
     "StoredArray",

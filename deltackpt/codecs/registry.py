@@ -23,6 +23,8 @@ _CODECS: dict[str, Codec] = {
 
 #: Suffixes of the rows that a lossy codec does not hold, as they are, and of their positions.
 BESIDE, BESIDE_AT = "raw", "raw_at"
+#: Every suffix of a stored array.
+SUFFIXES = ("scale", "offset", BESIDE, BESIDE_AT)
 
 #: What holds rows more precisely than a codec of so many bits.
 _WIDER_BITS = {2: "3", 3: "4", 4: "8"}
@@ -62,8 +64,8 @@ def wider(name: str) -> str:
       ('adaptive3', 'bf16', 'raw')
     """
     family, bits = name.rstrip("2348"), name[-1:]
-    if name == "raw":
-        return name
+    if get(name).lossless:
+        return "raw"
     if bits.isdecimal() and int(bits) in _WIDER_BITS:
         found = family + _WIDER_BITS[int(bits)]
         return found if found in _CODECS else f"int{_WIDER_BITS[int(bits)]}"

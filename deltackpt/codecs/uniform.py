@@ -20,13 +20,26 @@ from deltackpt.errors import OptionError
 #: Magnitudes whose squares, steps and their inverses are normal float32 numbers. Rows whose
 #: largest magnitude is neither 0 nor within are not held.
 SMALLEST, LARGEST = 2.0**-48, 2.0**48
+#: In float16 tables: a decoded number may lie a step beyond the row, and must not overflow.
+_LARGEST_FLOAT16 = 2.0**15
 #: A row's parameters are float16 where its largest magnitude is below this one, and its scale is
 #: 0 or at least that one; else they are bfloat16, which the sign bit of the scale says.
 FLOAT16_BELOW, FLOAT16_SCALE = 2.0**15, 2.0**-16
 _BFLOAT16_FLAG = 0x8000
 #: Parameters of one row in bytes, each.
 _PARAMETER = np.dtype(np.float16)
-_DTYPES = ("float32", "bfloat16", "float16")
+#: Dtype to the relative rounding error of its numbers, and half of its least subnormal number.
+_ROUNDING = {
+    "float32": (0.0, 0.0),
+    "bfloat16": (2.0**-8, 2.0**-126),
+    "float16": (2.0**-11, 2.0**-25),
+}
+_DTYPES = tuple(_ROUNDING)
+
+
+def largest(dtype: np.dtype) -> float:
+    """The largest magnitude of rows of a dtype that is held."""
+    return _LARGEST_FLOAT16 if dtype.name == "float16" else LARGEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +164,9 @@ class Uniform:
         # numbers), or of bfloat16; and what float32 rounds on the way.
         rounding = np.where(half, 2.0**-9 * magnitude + 2.0**-24, 2.0**-6 * magnitude)
         rounding += np.where(half, 2.0**-25 / FLOAT16_SCALE * step * self.middle, 0)
-        own = 0.0 if rows.dtype.itemsize == 4 else 2.0**-8
-        each = step / 2 + rounding + own * magnitude
+        # Of the table's own dtype.
+        own, unit = _ROUNDING[rows.dtype.name]
+        each = step / 2 + rounding + own * (magnitude + step) + unit
         return np.sqrt(flat.shape[1]) * each
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError
@@ -23,6 +24,11 @@ CHECK_N_RUN = (
     (20.0, "adaptive4"),
     (math.inf, "int8"),
 )
+
+
+def is_at_least_zero(value: object) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    return isinstance(value, numbers.Real) and math.isfinite(value) and float(value) >= 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,7 @@ class BitWidthPolicy:
     codecs: tuple[tuple[float, str], ...] = CHECK_N_RUN
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.expected_restores) and self.expected_restores >= 0):
+        if not is_at_least_zero(self.expected_restores):
             raise OptionError(
                 "BitWidthPolicy.expected_restores: expected a finite number of at least 0, found "
                 f"{self.expected_restores!r}"
@@ -101,7 +107,7 @@ class BitWidthPolicy:
             ("mean_secs_between_failures", mean_secs_between_failures),
             ("run_secs", run_secs),
         ):
-            if not (math.isfinite(value) and value > 0):
+            if not is_at_least_zero(value) or value == 0:
                 raise OptionError(f"{name}: expected a positive finite number, found {value!r}")
         return cls(expected_restores=run_secs / mean_secs_between_failures, codecs=codecs)
 

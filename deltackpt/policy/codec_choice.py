@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError
 from deltackpt.manifest import Kind
-from deltackpt.policy.bit_width import BitWidthPolicy, Choice
+from deltackpt.policy.bit_width import BitWidthPolicy, Choice, is_at_least_zero
 
 WhenExceeded = Literal["widen", "refuse"]
 
@@ -42,9 +41,7 @@ class CodecChoice:
         if not isinstance(self.delta, BitWidthPolicy):
             codecs.get(self.delta)
         codecs.get(self.base)
-        if self.max_error is not None and not (
-            math.isfinite(self.max_error) and self.max_error >= 0
-        ):
+        if self.max_error is not None and not is_at_least_zero(self.max_error):
             raise OptionError(
                 "CodecChoice.max_error: expected None or a finite number of at least 0, found "
                 f"{self.max_error!r}"

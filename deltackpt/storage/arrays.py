@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,17 @@ class ArrayWriter:
         for name, crc in self._checksums.items():
             _check_written(self._directory / name, crc)
         return self._checksums
+
+    def remove(self) -> None:
+        """Gives the array up: waits for what is under way and removes what was written.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        with _refusals(self._directory):
+            while self._writes:
+                self._writes.popleft().result()
+            shutil.rmtree(self._directory)
 
     def _write_held(self) -> None:
         assert self._chunk is not None
