@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deltackpt.errors import OptionError
 from deltackpt.policy import (
+    CHECK_N_RUN,
     BitWidthPolicy,
     CodecChoice,
     Consecutive,
@@ -123,7 +124,7 @@ def test_a_run_that_is_restored_more_often_never_gets_fewer_bits(expected, resto
 
 def test_bits_follow_check_n_runs_thresholds():
     chosen = {
-        expected: BitWidthPolicy(expected_restores=expected).choose(0).codec
+        expected: BitWidthPolicy(expected_restores=expected, codecs=CHECK_N_RUN).choose(0).codec
         for expected in (0, 1, 1.01, 3, 3.5, 20, 21, 1000)
     }
     assert list(chosen.values()) == [
@@ -133,7 +134,7 @@ def test_bits_follow_check_n_runs_thresholds():
 
 def test_an_exceeded_expectation_is_taken_as_twice_the_count():
     policy = BitWidthPolicy(expected_restores=2)
-    assert policy.choose(2).reason == "adaptive3: 2 restores expected"
+    assert policy.choose(2).reason == "adaptive4: 2 restores expected"
     found = policy.choose(11)
     assert found.codec == "int8"
     assert found.reason == "int8: 22 restores to be expected after 11, where 2 were"

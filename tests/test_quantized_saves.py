@@ -340,7 +340,7 @@ def test_a_change_of_codec_needs_no_base(tmp_path):
 
 
 def test_bits_grow_with_the_restores_that_are_counted(tmp_path):
-    policy = deltackpt.BitWidthPolicy(expected_restores=1)
+    policy = deltackpt.BitWidthPolicy(expected_restores=1, codecs=deltackpt.policy.CHECK_N_RUN)
     base = state_of()
     found = []
     for run in range(5):

@@ -159,7 +159,8 @@ class Uniform:
             step = magnitude / self.highest
         else:
             step = (high - low) / (self.highest - self.lowest)
-        half = (magnitude < FLOAT16_BELOW) & ((step >= FLOAT16_SCALE) | (step == 0))
+        # The codes reach a step beyond the row: there the encoder may take bfloat16 earlier.
+        half = (magnitude + 2 * step < FLOAT16_BELOW) & ((step >= FLOAT16_SCALE) | (step == 0))
         # Of scale and offset together: the last place of float16 (2**-15 below its normal
         # numbers), or of bfloat16; and what float32 rounds on the way.
         rounding = np.where(half, 2.0**-9 * magnitude + 2.0**-24, 2.0**-6 * magnitude)

@@ -9,11 +9,13 @@ from deltackpt.policy.base_or_delta import (
     Intermittent,
     OneShot,
 )
-from deltackpt.policy.bit_width import BitWidthPolicy, Choice
+from deltackpt.policy.bit_width import CHECK_N_RUN, MEASURED, BitWidthPolicy, Choice
 from deltackpt.policy.codec_choice import CodecChoice, WhenExceeded
 from deltackpt.policy.interval import Advice, advise_interval
 
 __all__ = [
+    "CHECK_N_RUN",
+    "MEASURED",
     "Advice",
     "BaseOrDelta",
     "BitWidthPolicy",
