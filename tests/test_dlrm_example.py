@@ -177,6 +177,20 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert kinds == ["base", "delta", "delta", "delta"]
 
 
+def test_quantized_deltas_are_smaller_and_resume(tmp_path, capsys):
+    arguments = [*SMALL, "--save-every", "5", "--durability", "process"]
+    written = {}
+    for codec in ("raw", "int4"):
+        directory = tmp_path / codec
+        arguments = [*arguments, "--directory", str(directory), "--codec", codec]
+        main.main([*arguments, "--steps", "10"])
+        main.main([*arguments, "--steps", "15", "--resume"])
+        chunks = directory.glob("15/embeddings/part.0/*/values*/c/**/*")
+        written[codec] = sum(path.stat().st_size for path in chunks if path.is_file())
+    assert "off by" in capsys.readouterr().out
+    assert 0 < written["int4"] < written["raw"] / 1.9
+
+
 def test_a_used_directory_is_not_trained_into_without_resume(tmp_path):
     arguments = [*SMALL, "--steps", "2", "--directory", str(tmp_path / "run")]
     main.main(arguments)

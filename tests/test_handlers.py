@@ -126,6 +126,18 @@ def test_under_a_stock_manager_every_save_is_a_base_whatever_was_touched(tmp_pat
         assert info.kind == "base"
 
 
+@pytest.mark.parametrize("load", [load_v0, load_v1])
+@pytest.mark.parametrize("save", [save_v0, save_v1])
+def test_bases_under_stock_managers_are_stored_by_the_codec_for_bases(tmp_path, state, save, load):
+    choice = deltackpt.CodecChoice(delta="adaptive2", base="int8")
+    chosen = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=choice)
+    save(tmp_path, deltackpt.split(state, chosen))
+    found = load(tmp_path, 0, None)
+    for name, table in state["tables"].items():
+        expected = model.decoded("int8", np.asarray(table))
+        assert found.fields[f"tables/{name}"]["values"].tobytes() == expected.tobytes()
+
+
 def test_metadata_tells_tables_and_slots(tmp_path, state, parts):
     save_v0(tmp_path, parts)
     with ocp.CheckpointManager(

@@ -31,9 +31,10 @@ class Journal:
         if isinstance(event, events.SaveEvent):
             self.write("save", **dataclasses.asdict(event))
             share = event.rows / event.total_rows
+            error = f", off by {event.relative_error:.2%}" if event.relative_error else ""
             self._console.print(
                 f"  step {event.step} saved: [bold]{event.kind}[/], {event.rows:,} rows "
-                f"({share:.1%}), {size(event.bytes_written)}; blocked "
+                f"({share:.1%}), {size(event.bytes_written)}{error}; blocked "
                 f"{event.blocked_secs * 1e3:.0f} ms, written in "
                 f"{(event.write_secs + event.digest_secs) * 1e3:.0f} ms"
             )

@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows=rows, width=options.width, bottom=options.bottom, top=options.top
     )
     source = batches(options, rows)
-    handlers = {"embeddings": trainer.checkpoint_tables()}
+    codec = deltackpt.CodecChoice(delta=options.codec, max_error=options.max_error)
+    handlers = {"embeddings": trainer.checkpoint_tables(codec)}
     saving = deltackpt.ManagerOptions(
         policy=POLICIES[options.policy](),
         retention=options.keep,
@@ -166,6 +167,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--directory", type=Path, default=Path("dlrm-checkpoints"), help="of the checkpoints")
     add("--save-every", type=int, default=20, help="steps between saves")
     add("--policy", choices=sorted(POLICIES), default="consecutive", help="base or delta")
+    add("--codec", default="raw", help="of the rows of deltas, e.g. adaptive4")
+    add("--max-error", type=float, help="relative l2 error that a save may make; default: any")
     add("--durability", choices=["power", "process"], default="power", help="of the saves")
     add("--keep", type=int, help="steps to keep, with their chains; default: all")
     add("--resume", action="store_true", help="go on from the newest intact step")
