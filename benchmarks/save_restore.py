@@ -135,12 +135,14 @@ def measure_restores(
 ) -> tuple[Figures, bool]:
     """Restores in fresh processes; ours of a base and ten deltas, Orbax's of one full save."""
     found: Figures = defaultdict(list)
-    names = ("power", *THEIRS)
+    chains = ("power", "adaptive4")
+    names = (*chains, *THEIRS)
     managers = {name: ways.WAYS[name](root / f"{name}-restore") for name in names}
     for number in range(CHAIN + 1):
         state = states.change(state, states.random_ids(state, TOUCHED, 5000 + number))
-        managers["power"].save(number, state, base=number == 0)
-        managers["power"].wait()
+        for name in chains:
+            managers[name].save(number, state, base=number == 0)
+            managers[name].wait()
     for name in THEIRS:
         managers[name].save(0, state)
         managers[name].wait()
@@ -148,7 +150,7 @@ def measure_restores(
         manager.close()
     expected = once.checksum(state)
     equal = True
-    for name in names:
+    for name in ("power", *THEIRS):
         checked = once.measure("restore", name, managers[name].root, f"--scale={scale}", "--digest")
         equal = equal and checked["digest"] == expected
     for _ in range(rounds):
@@ -268,11 +270,12 @@ def add_restores(report: Report, found: Figures) -> None:
         if not found[f"restore {cache}", "power"]:
             report.note("Page cache cold: not measured, dropping it needs root.")
             continue
-        mine = sample(found, f"restore {cache}", "power")
-        for other, bar in zip(THEIRS, (1 / 5, 1 / 2), strict=True):
-            theirs = sample(found, f"restore {cache}", other)
-            title = f"restore of base + {CHAIN} deltas, {cache}"
-            report.compare(title, mine, ways.NAMES[other], theirs, secs, bar=bar)
+        for name, kind in (("power", "deltas"), ("adaptive4", "adaptive4 deltas")):
+            mine = sample(found, f"restore {cache}", name)
+            for other, bar in zip(THEIRS, (1 / 5, 1 / 2), strict=True):
+                theirs = sample(found, f"restore {cache}", other)
+                title = f"restore of base + {CHAIN} {kind}, {cache}"
+                report.compare(title, mine, ways.NAMES[other], theirs, secs, bar=bar)
     report.section()
 
 
@@ -328,7 +331,8 @@ def run(options: argparse.Namespace, root: Path) -> None:
         found, equal = measure_restores(root, state, options.repeats, options.scale)
         add_restores(report, found)
         report.note(
-            "Every restored state was " + ("equal, by checksum." if equal else "DIFFERENT.")
+            "Every state restored from raw rows was "
+            + ("equal, by checksum." if equal else "DIFFERENT.")
         )
     if "memory" in options.parts:
         for path in root.iterdir():
