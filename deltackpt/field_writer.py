@@ -266,16 +266,22 @@ class _Attempt:
 
 
 def _entries(field: Field, codec: Codec) -> dict[str, ArrayEntry]:
-    """Suffix to stored array, the main one first; all have chunks of the same rows."""
-    found: dict[str, ArrayEntry] = {}
-    chunk_rows = None
-    for suffix, array in codec.stored(field.trailing, field.dtype).items():
-        name, shape = codecs.array_name(field.name, suffix), (field.count, *array.trailing)
-        found[suffix] = arrays.array_entry(
-            name, shape, array.dtype, byte_planes=array.byte_planes, chunk_rows=chunk_rows
+    """Suffix to stored array; chunks hold the rows that raw ones would.
+
+    A restore reads and decodes chunks in parallel, so few large ones would leave it one thread.
+    """
+    shape = (field.count, *field.trailing)
+    raw = arrays.array_entry(field.name, shape, codecs.stored_dtype(field.dtype))
+    return {
+        suffix: arrays.array_entry(
+            codecs.array_name(field.name, suffix),
+            (field.count, *array.trailing),
+            array.dtype,
+            byte_planes=array.byte_planes,
+            chunk_rows=raw.chunk_rows,
         )
-        chunk_rows = found[suffix].chunk_rows
-    return found
+        for suffix, array in codec.stored(field.trailing, field.dtype).items()
+    }
 
 
 def _wider(field: Field, codec: str, fault: _Fault) -> Choice:
