@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -164,7 +165,7 @@ def ahead(
 
 def piece_rows(trailing: tuple[int, ...]) -> int:
     """Rows of a piece for ``on_host``: a power of two."""
-    row_bytes = 4 * max(1, int(np.prod(trailing, dtype=np.int64)))
+    row_bytes = 4 * max(1, math.prod(trailing))
     return 1 << (max(_LEAST_ROWS, PIECE_BYTES // row_bytes).bit_length() - 1)
 
 

@@ -71,6 +71,11 @@ class FieldSource:
         """Whether all shards are in host memory already."""
         return all(on_host(shard.data) for shard in self.shards)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.trailing) * self.dtype.itemsize
+
     def gather(self, rows: Rows, out: np.ndarray) -> None:
         """Copies ``rows`` into ``out``, (len(rows), *trailing)."""
         for shard in self.shards:
@@ -114,8 +119,8 @@ class FieldSource:
     @property
     def _device_rows(self) -> int:
         """Rows that are encoded at once on a device: temporary memory is twice theirs and more."""
-        row_bytes = max(1, math.prod(self.trailing) * self.dtype.itemsize)
-        return max(_SMALLEST_BUCKET, 1 << ((_DEVICE_PIECE_BYTES // row_bytes).bit_length() - 1))
+        rows = max(1, _DEVICE_PIECE_BYTES // max(1, self.row_bytes))
+        return max(_SMALLEST_BUCKET, 1 << (rows.bit_length() - 1))
 
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[Piece]:
         """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
@@ -160,10 +165,7 @@ class SegmentSource:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all fields."""
-        return sum(
-            int(np.prod(source.trailing, dtype=np.int64)) * source.dtype.itemsize
-            for source in self.fields.values()
-        )
+        return sum(source.row_bytes for source in self.fields.values())
 
     @property
     def nbytes(self) -> int:

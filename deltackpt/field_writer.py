@@ -11,7 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from deltackpt.integrity import Digest
 from deltackpt.manifest import ArrayEntry, Encoding
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.storage import arrays
+from deltackpt.stored import entry_bytes
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
@@ -83,6 +84,16 @@ class StoredArrays(NamedTuple):
 
     entries: tuple[ArrayEntry, ...]
     chunks: Mapping[str, Digest]
+
+    @classmethod
+    def joined(cls, parts: Iterable[StoredArrays]) -> StoredArrays:
+        """The arrays of all parts, in their order."""
+        entries: list[ArrayEntry] = []
+        chunks: dict[str, Digest] = {}
+        for part in parts:
+            entries += part.entries
+            chunks |= part.chunks
+        return cls(tuple(entries), chunks)
 
 
 class StoredField(NamedTuple):
@@ -197,14 +208,13 @@ class _Attempt:
 
     def finish(self, plan: Choice) -> StoredField:
         """Ends the arrays, and writes the rows that the codec does not hold."""
-        chunks: dict[str, Digest] = {}
+        written = []
         for suffix, writer in self._writers.items():
-            chunks |= _digests(self._place, self._entries[suffix], writer.finish())
-        found = StoredArrays(tuple(self._entries.values()), chunks)
+            entry = self._entries[suffix]
+            written.append(StoredArrays((entry,), _digests(self._place, entry, writer.finish())))
         if self._beside:
-            for extra in self._write_beside():
-                entries = found.entries + extra.entries
-                found = StoredArrays(entries, {**found.chunks, **extra.chunks})
+            written += self._write_beside()
+        found = StoredArrays.joined(written)
         encoding = _encoding(
             self._place, self._field, plan, found, self._squared_error, self._squared_norm
         )
@@ -239,11 +249,7 @@ class _Attempt:
         beside, count = self._beside_count, self._field.count
         if beside == 0:
             return False
-        coded_bytes = sum(
-            np.dtype(entry.dtype).itemsize * math.prod(entry.shape[1:])
-            for entry in self._entries.values()
-        )
-        saved_bytes = self._field.raw_bytes - count * coded_bytes
+        saved_bytes = self._field.raw_bytes - sum(map(entry_bytes, self._entries.values()))
         too_large = beside * self._field.raw_bytes >= saved_bytes * count
         return too_large or beside > max(_FEW_ROWS, count * _MOST_BESIDE)
 

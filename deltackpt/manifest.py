@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import google_crc32c
@@ -197,6 +197,11 @@ class Manifest:
     def group_by_name(self) -> dict[str, GroupEntry]:
         """Groups by name."""
         return {group.name: group for group in self.groups}
+
+
+def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
+    """A group's tables in the order of their offsets, which is that of ``Encoding``'s figures."""
+    return sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
 
 
 def to_bytes(record: Any, magic: str = "deltackpt.manifest") -> bytes:

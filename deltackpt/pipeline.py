@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from deltackpt.codecs import Codec
 from deltackpt.encode import Piece
 from deltackpt.errors import OutOfSpace
 from deltackpt.extract import Copying, Dispatched, Landed, SegmentSource
-from deltackpt.field_writer import Place
+from deltackpt.field_writer import Place, StoredArrays
 from deltackpt.integrity import Digest, Digests
 from deltackpt.lineage import Intent, Lineage
 from deltackpt.manifest import GroupEntry, Manifest, Segment
@@ -224,9 +223,8 @@ class PendingSave:
             segments = []
             for place, source, rows, fields in started:
                 stored = [future.result() for future in fields]
-                written = [rows.result(), *(field.arrays for field in stored)]
-                for found in written:
-                    chunks |= found.chunks
+                found = StoredArrays.joined([rows.result(), *(field.arrays for field in stored)])
+                chunks |= found.chunks
                 segments.append(
                     Segment(
                         name=place.segment,
@@ -235,7 +233,7 @@ class PendingSave:
                         count=len(source.rows),
                         ranges=_ranges(source.rows),
                         fields=tuple(source.fields),
-                        arrays=tuple(entry for found in written for entry in found.entries),
+                        arrays=found.entries,
                         encodings=tuple(field.encoding for field in stored),
                     )
                 )
@@ -243,10 +241,7 @@ class PendingSave:
 
     def _bounds(self, group: GroupEntry, rows: blocks.Rows) -> tuple[list[str], np.ndarray]:
         """Names of a group's tables, and the positions at which their rows begin and end."""
-        tables = sorted(
-            (table for table in self._layout.tables if table.group == group.name),
-            key=lambda table: table.offset,
-        )
+        tables = manifest.members(group, self._layout.tables)
         starts = [blocks.row_slice(rows, table.offset, group.rows).start for table in tables]
         return [table.name for table in tables], np.array([*starts, len(rows)])
 
@@ -267,8 +262,7 @@ class PendingSave:
     def _pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
         """Rows of a field in order, in pieces that suit the codec."""
         source = self._segments[number].fields[field]
-        row_bytes = math.prod(source.trailing) * source.dtype.itemsize
-        chunk_rows = max(1, PIECE_BYTES // max(1, row_bytes))
+        chunk_rows = max(1, PIECE_BYTES // max(1, source.row_bytes))
         on_host = encode.piece_rows(source.trailing)
         if self._copied is not None:
             landed = self._copied[number]
@@ -339,10 +333,10 @@ class PendingSave:
     def _land(self) -> None:
         """Waits for rows that are on their way from the training state."""
         self.wait_copied()
-        for number, block in enumerate(self._copied or ()):
-            if not isinstance(block, Landed):
-                assert self._copied is not None
-                self._copied[number] = block.landed(self._staging)
+        if self._copied is not None:
+            for number, block in enumerate(self._copied):
+                if not isinstance(block, Landed):
+                    self._copied[number] = block.landed(self._staging)
 
     def _release(self) -> None:
         self.wait_copied()
@@ -417,10 +411,10 @@ def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
     return {field: codecs.get(choice.codec) for field, choice in plan.items()}
 
 
-def _write_rows(place: Place, rows: blocks.Rows) -> field_writer.StoredArrays:
+def _write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
     """Writes which rows a segment holds, where ranges do not say it."""
     if isinstance(rows, range):
-        return field_writer.StoredArrays((), {})
+        return StoredArrays((), {})
     encoded = gaps.encode_gaps(rows)
     entry = arrays.array_entry(layout.GAPS, encoded.shape, encoded.dtype, zstd=True)
     return field_writer.write_array(place, entry, iter([encoded]))

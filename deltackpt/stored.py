@@ -173,7 +173,7 @@ def table_figures(
     """
     found = []
     for group in groups:
-        members = sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
+        members = manifest.members(group, tables)
         for spec in group.fields:
             parts = [
                 (segment, encoding)

@@ -8,6 +8,7 @@ adaptive asymmetric one: a greedy search of the range).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -99,7 +100,7 @@ class Uniform:
             int(np.prod(array.trailing, dtype=np.int64)) * array.dtype.itemsize
             for array in self.stored(trailing, dtype).values()
         )
-        raw = _width(trailing) * dtype.itemsize
+        raw = math.prod(trailing) * dtype.itemsize
         if stored >= raw:
             raise OptionError(
                 f"codec {self.name}: expected rows wide enough to gain, found {dtype.name} rows of "
@@ -109,7 +110,7 @@ class Uniform:
 
     def stored(self, trailing: tuple[int, ...], dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``Codec``."""
-        codes = (packing.packed_bytes(_width(trailing), self.bits),)
+        codes = (packing.packed_bytes(math.prod(trailing), self.bits),)
         arrays = {
             "": StoredArray(codes, np.dtype(np.uint8)),
             "scale": StoredArray((), _PARAMETER),
@@ -118,7 +119,7 @@ class Uniform:
 
     def decode(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
         """See ``Codec``: in float32, the product rounded, then the sum."""
-        width = _width(out.shape[1:])
+        width = math.prod(out.shape[1:])
         codes = packing.unpack(arrays[""], self.bits, width)
         centred = (codes ^ 0x80).view(np.int8) if self.bits == 8 else codes.view(np.int8)
         if self.bits < 8:
@@ -152,7 +153,7 @@ class Uniform:
         The search and the fits begin with the row's whole range and keep the best, so the bound
         of the plain codec is theirs too.
         """
-        flat = rows.reshape(len(rows), _width(rows.shape[1:])).astype(np.float64)
+        flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
         low, high = flat.min(axis=1, initial=np.inf), flat.max(axis=1, initial=-np.inf)
         magnitude = np.maximum(-low, high)
         if self.symmetric:
@@ -173,10 +174,6 @@ class Uniform:
 
 def _brain(patterns: np.ndarray) -> np.ndarray:
     return (patterns.astype(np.uint32) << 16).view(np.float32)
-
-
-def _width(trailing: tuple[int, ...]) -> int:
-    return int(np.prod(trailing, dtype=np.int64))
 
 
 def _family() -> tuple[Uniform, ...]:
