@@ -7,13 +7,59 @@ over that table: ``values`` (the rows themselves) or ``slot.<name>`` (one optimi
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-#: Sorted, unique virtual row indices: a range where they are contiguous, else an int64 array.
-Rows = range | np.ndarray
+#: Half-open: rows or columns ``[first, last)``.
+Span = tuple[int, int]
+
+
+class Ranges:
+    """Ascending, disjoint, not adjacent spans of rows as one sequence; two of them at least."""
+
+    def __init__(self, spans: Sequence[Span]):
+        """See ``rows_of``, which makes them."""
+        self.spans = tuple(spans)
+        lengths = [stop - start for start, stop in self.spans]
+        #: Position in the sequence at which each span begins, and the length at the end.
+        self._at = (0, *itertools.accumulate(lengths))
+
+    def __len__(self) -> int:
+        return self._at[-1]
+
+    def __getitem__(self, part: slice) -> range | Ranges:
+        first, last, _ = part.indices(len(self))
+        found = []
+        for number in range(bisect.bisect_right(self._at, first) - 1, len(self.spans)):
+            (start, _), low, high = self.spans[number], self._at[number], self._at[number + 1]
+            if low >= last:
+                break
+            found.append((start + max(first, low) - low, start + min(last, high) - low))
+        rows = rows_of(found)
+        assert not isinstance(rows, np.ndarray)
+        return rows
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        rows = np.concatenate([np.arange(*span) for span in self.spans])
+        return rows if dtype is None else rows.astype(dtype)
+
+    def below(self, row: int) -> int:
+        """How many of the rows lie below ``row``."""
+        number = bisect.bisect_right(self.spans, row, key=lambda span: span[0]) - 1
+        if number < 0:
+            return 0
+        start, stop = self.spans[number]
+        return self._at[number] + min(row, stop) - start
+
+
+#: Sorted, unique virtual row indices: a range where they are contiguous, Ranges where they are a
+#: few spans, else an int64 array.
+Rows = range | Ranges | np.ndarray
 
 #: Name of the field that holds the rows of the tables themselves.
 VALUES = "values"
@@ -29,8 +75,34 @@ def row_slice(rows: Rows, start: int, stop: int) -> slice:
     if isinstance(rows, range):
         low = min(max(start - rows.start, 0), len(rows))
         return slice(low, min(max(stop - rows.start, low), len(rows)))
+    if isinstance(rows, Ranges):
+        return slice(rows.below(start), rows.below(max(start, stop)))
     low, high = np.searchsorted(rows, (start, stop))
     return slice(int(low), int(high))
+
+
+def rows_of(spans: Iterable[Span]) -> range | Ranges:
+    """The rows of disjoint spans in any order, adjacent ones joined."""
+    found = joined(spans)
+    return Ranges(found) if len(found) > 1 else range(*found[0]) if found else range(0)
+
+
+def spans_of(rows: range | Ranges) -> tuple[Span, ...]:
+    """The spans of rows that are no array."""
+    if isinstance(rows, Ranges):
+        return rows.spans
+    return ((rows.start, rows.stop),) if len(rows) else ()
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans in ascending order, those that touch or overlap joined; empty ones are left out."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,10 +112,11 @@ class RowBlock:
     Attributes:
       group: name of the group.
       rows: sorted unique virtual row indices, length n.
-      columns: half-open range of the table width that ``values`` covers.
+      columns: what the block holds of the fields that are as wide as the table: ``values``, and
+        slots of its width; others are whole.
       fields: field name to its array: ``values`` is (n, columns) in the table's dtype, a slot is
-        (n, *trailing) in its own. A slot that is ``always`` written travels in a block of its
-        own whose rows are all rows of the shard.
+        (n, columns) or (n, *trailing) in its own. A slot that is ``always`` written travels in a
+        block of its own whose rows are all rows of the shard.
     """
 
     group: str

@@ -60,6 +60,28 @@ class WaitTimeout(DeltackptError, TimeoutError):
     code = "timeout"
 
 
+class PeerMissing(WaitTimeout):
+    """Another process did not do its part of a save in time; ``processes`` says which."""
+
+    code = "peer-missing"
+
+    def __init__(self, message: str, processes: tuple[int, ...] = ()):
+        self.processes = processes
+        super().__init__(message)
+
+
+class PeerFailed(DeltackptError):
+    """Another process could not do its part of a save, and said why; nothing was committed."""
+
+    code = "peer-failed"
+
+
+class Disagreement(DeltackptError):
+    """Processes take one save for different things; nothing was committed."""
+
+    code = "disagreement"
+
+
 class FencedError(DeltackptError):
     """Another trainer has taken over the directory."""
 

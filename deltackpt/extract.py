@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltackpt import blocks
-from deltackpt.blocks import RowBlock, Rows
+from deltackpt import blocks, manifest, ownership
+from deltackpt.blocks import Ranges, RowBlock, Rows, Span
 from deltackpt.codecs import Codec
 from deltackpt.encode import AHEAD, DevicePiece, HostPiece, Piece
-from deltackpt.errors import TableSelectionError
-from deltackpt.manifest import FieldSpec, GroupEntry
+from deltackpt.errors import TableSelectionError, TrackingError
+from deltackpt.manifest import Cover, FieldSpec, GroupEntry
 from deltackpt.staging import Staging
 from deltackpt.tables import Layout
 
@@ -43,14 +43,20 @@ _LEAST_SHARE = 4096
 
 @dataclasses.dataclass(eq=False)
 class FieldShard:
-    """Consecutive virtual rows of one field: ``data`` is (stop - start, *trailing)."""
+    """Consecutive virtual rows of one field: ``data`` holds them after ``skip`` other rows."""
 
     start: int
     stop: int
     data: Any
+    skip: int = 0
+
+    @property
+    def first(self) -> int:
+        """The virtual row that the first row of ``data`` would be."""
+        return self.start - self.skip
 
     def host(self) -> np.ndarray:
-        """The rows in host memory; a zero-copy view on the CPU backend."""
+        """``data`` in host memory; a zero-copy view on the CPU backend."""
         return np.asarray(self.data)
 
 
@@ -83,13 +89,13 @@ class FieldSource:
             if part.start == part.stop:
                 continue
             chosen = rows[part]
+            assert not isinstance(chosen, Ranges)
             if isinstance(chosen, range):
-                np.copyto(
-                    out[part], shard.host()[chosen.start - shard.start : chosen.stop - shard.start]
-                )
+                held = slice(chosen.start - shard.first, chosen.stop - shard.first)
+                np.copyto(out[part], shard.host()[held])
             else:
                 # mode="clip" lets numpy write straight into `out`; the rows are in range.
-                np.take(shard.host(), chosen - shard.start, axis=0, out=out[part], mode="clip")
+                np.take(shard.host(), chosen - shard.first, axis=0, out=out[part], mode="clip")
 
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
         """Gathers ``rows`` on the devices and starts their copy to the host, encoded if lossy.
@@ -107,7 +113,7 @@ class FieldSource:
             for start in range(part.start, max(part.start + 1, part.stop), limit):
                 chosen = np.asarray(rows[start : min(start + limit, part.stop)])
                 local = np.zeros(bucket(len(chosen)), np.int32)
-                local[: len(chosen)] = chosen - shard.start
+                local[: len(chosen)] = chosen - shard.first
                 piece = _take(shard.data, local)
                 if codec.lossless:
                     piece.copy_to_host_async()
@@ -127,12 +133,13 @@ class FieldSource:
 
         Each piece is valid until ``encode.AHEAD`` further ones were asked for.
         """
-        if isinstance(rows, range):
+        if not isinstance(rows, np.ndarray):
             for shard in self.shards:
                 part = rows[blocks.row_slice(rows, shard.start, shard.stop)]
+                assert isinstance(part, range)
                 for start in range(part.start, part.stop, limit_rows):
                     stop = min(start + limit_rows, part.stop)
-                    data = shard.data[start - shard.start : stop - shard.start]
+                    data = shard.data[start - shard.first : stop - shard.first]
                     yield (
                         HostPiece(np.asarray(data))
                         if on_host(data)
@@ -295,26 +302,29 @@ class Dispatched:
         return Landed(block, {name: self.fields[name] for name in self.lossy})
 
 
-def field_source(
-    layout: Layout, group: GroupEntry, spec: FieldSpec, leaves: Mapping[str, Mapping[str, Any]]
+def field_sources(
+    layout: Layout,
+    group: GroupEntry,
+    spec: FieldSpec,
+    leaves: Mapping[str, Mapping[str, Any]],
+    stamps: Mapping[str, Any],
 ) -> list[FieldSource]:
-    """Sources of one field, one for each column range that this process holds.
+    """What this process writes of one field: a source for each column range that it holds.
 
     Args:
       layout: tables and groups.
       group: the group.
       spec: one of its fields.
       leaves: table name to field name to array, (rows, *trailing).
+      stamps: table name to stamps, (rows,); empty where every row is written.
     """
-    by_columns: dict[tuple[int, int], list[FieldShard]] = {}
-    width = spec.trailing[0] if spec.trailing else 1
-    for table in layout.tables:
-        if table.group != group.name:
-            continue
+    by_columns: dict[Span, list[FieldShard]] = {}
+    for turn, table in enumerate(manifest.members(group, layout.tables)):
         leaf = leaves[table.name][spec.name]
-        for start, stop, columns, data in _shards(leaf, width):
-            shard = FieldShard(table.offset + start, table.offset + stop, data)
-            by_columns.setdefault(columns, []).append(shard)
+        for share in ownership.shares(leaf, stamps.get(table.name), turn=turn):
+            start, stop = share.box.rows
+            shard = FieldShard(table.offset + start, table.offset + stop, share.data, share.skip)
+            by_columns.setdefault(share.box.columns, []).append(shard)
     return [
         FieldSource(
             columns,
@@ -326,31 +336,55 @@ def field_source(
     ]
 
 
-def _shards(leaf: Any, width: int) -> Iterator[tuple[int, int, tuple[int, int], Any]]:
-    """(first row, last row + 1, columns, data) of each distinct piece of an array here."""
-    if not isinstance(leaf, jax.Array):
-        yield 0, leaf.shape[0], (0, width), leaf
-        return
-    for shard in leaf.addressable_shards:
-        if shard.replica_id != 0:
-            continue
-        rows = shard.index[0] if shard.index else slice(None)
-        columns = shard.index[1] if len(shard.index) > 1 else slice(None)
-        start, stop, _ = rows.indices(leaf.shape[0])
-        first, last, _ = columns.indices(width)
-        yield start, stop, (first, last), shard.data
+def touched_rows(stamps: Any, since_clock: int, offset: int, spans: Sequence[Span]) -> np.ndarray:
+    """Virtual indices, int64 ascending, of the rows stamped after ``since_clock``.
 
+    Args:
+      stamps: of a table, (rows,).
+      since_clock: the clock.
+      offset: the virtual index of the table's first row.
+      spans: rows of the table to look at, ascending.
 
-def touched_rows(stamps: jax.Array | np.ndarray, since_clock: int, offset: int) -> np.ndarray:
-    """Virtual indices, int64 ascending, of the rows stamped after ``since_clock``."""
-    if on_host(stamps):
-        return np.flatnonzero(np.asarray(stamps) > since_clock) + np.int64(offset)
-    found = []
-    for start, _, _, shard in sorted(_shards(stamps, 1), key=lambda piece: piece[0]):
-        count = int(_count_touched(shard, since_clock))
-        rows = _touched(shard, since_clock, size=bucket(count))
-        found.append(np.asarray(rows)[:count].astype(np.int64) + start + offset)
+    Raises:
+      TrackingError: stamps of these rows are on other processes.
+    """
+    shards = _stamp_shards(stamps)
+    found = [np.empty(0, np.int64)]
+    for start, stop in spans:
+        for (first, last), shard in shards:
+            low, high = max(start, first), min(stop, last)
+            if low == start < high:
+                rows = _touched_in(shard, since_clock, low - first, high - first)
+                found.append(rows + np.int64(first + offset))
+                start = high
+        if start < stop:
+            raise TrackingError(
+                f"stamps of shape {stamps.shape}: expected those of rows {start} to {stop} on this "
+                f"process, found the sharding {getattr(stamps, 'sharding', None)}; give the stamps "
+                "the sharding of their table's rows: touched.init(tables)"
+            )
     return np.concatenate(found)
+
+
+def _stamp_shards(stamps: Any) -> list[tuple[Span, Any]]:
+    """The distinct shards of stamps on this process, by the rows that they hold."""
+    if not isinstance(stamps, jax.Array):
+        return [((0, stamps.shape[0]), stamps)]
+    held = {shard.device: shard.data for shard in stamps.addressable_shards}
+    by_rows = {
+        box.rows: held[device]
+        for device, box in ownership.boxes(stamps.sharding, stamps.shape).items()
+    }
+    return sorted(by_rows.items(), key=lambda item: item[0])
+
+
+def _touched_in(stamps: Any, since_clock: int, start: int, stop: int) -> np.ndarray:
+    """Rows of ``[start, stop)`` of one shard stamped after the clock."""
+    if on_host(stamps):
+        return np.flatnonzero(np.asarray(stamps)[start:stop] > since_clock) + start
+    count = int(_count_touched(stamps, since_clock))
+    rows = np.asarray(_touched(stamps, since_clock, size=bucket(count)))[:count]
+    return rows[(rows >= start) & (rows < stop)].astype(np.int64)
 
 
 def on_host(array: Any) -> bool:
@@ -383,67 +417,148 @@ def _take(data: jax.Array, rows: np.ndarray) -> jax.Array:
 def segment_sources(
     layout: Layout,
     leaves: Mapping[str, Mapping[str, Any]],
-    rows_of: Mapping[str, Rows],
-    *,
-    whole: bool,
-) -> list[SegmentSource]:
-    """What a save reads: for each group its rows, and its ``always`` fields whole.
+    stamps: Mapping[str, Any],
+    since_clock: int | None,
+    staging: Staging,
+) -> tuple[list[SegmentSource], Owned]:
+    """What this process reads for a save: its touched rows, and its part of ``always`` fields.
+
+    Fields of which it holds the same rows share a segment. There is none where it has no row.
 
     Args:
       layout: tables and groups.
       leaves: table name to field name to array.
-      rows_of: group name to the virtual rows that the save holds.
-      whole: True for a base, where ``always`` fields need no segment of their own.
+      stamps: table name to stamps; may be empty for a base.
+      since_clock: rows stamped after it are touched; None for a base, which holds all rows.
+      staging: whose threads look for the touched rows.
 
     Raises:
-      TableSelectionError: shards of a field leave rows of a table uncovered.
+      TableSelectionError: a slot is split by columns, and not as wide as its table.
+      TrackingError: stamps are on other processes than their rows.
     """
+    found = {group.name: _sources_by_rows(layout, group, leaves, stamps) for group in layout.groups}
+    touched = _Touched(layout, stamps, since_clock, staging, found)
     segments = []
     for group in layout.groups:
-        usual = [spec for spec in group.fields if whole or not spec.always]
-        always = [spec for spec in group.fields if not whole and spec.always]
-        for specs, rows in ((usual, rows_of[group.name]), (always, range(group.rows))):
-            by_columns: dict[tuple[int, int], dict[str, FieldSource]] = {}
-            for spec in specs:
-                for source in field_source(layout, group, spec, leaves):
-                    columns = source.columns if spec.name == blocks.VALUES else (0, 0)
-                    by_columns.setdefault(columns, {})[spec.name] = source
-            segments += [
-                SegmentSource(group.name, columns, rows, fields)
-                for columns, fields in _joined(by_columns, group).items()
+        always = {spec.name for spec in group.fields if spec.always}
+        for (columns, spans), fields in found[group.name].items():
+            whole = fields if since_clock is None else _only(fields, always)
+            changed = {name: field for name, field in fields.items() if name not in whole}
+            for chosen, rows in ((whole, None), (changed, touched)):
+                if chosen:
+                    taken = blocks.rows_of(spans) if rows is None else rows.of(group.name, spans)
+                    if len(taken):
+                        segments.append(SegmentSource(group.name, columns, taken, chosen))
+    return segments, Owned(layout, found)
+
+
+def _only(fields: Mapping[str, FieldSource], names: set[str]) -> dict[str, FieldSource]:
+    return {name: field for name, field in fields.items() if name in names}
+
+
+#: Columns of the fields that are as wide as the table, and the virtual rows.
+_Where = tuple[Span, tuple[Span, ...]]
+_ByRows = Mapping[_Where, Mapping[str, "FieldSource"]]
+
+
+class Owned:
+    """What this process writes in a base: for the manifests of several processes."""
+
+    def __init__(self, layout: Layout, found: Mapping[str, _ByRows]):
+        """Notes where, and how wide; keeps no array."""
+        self._layout = layout
+        self._found = {
+            group: [
+                (*where, sum(math.prod(field.trailing[:1]) for field in fields.values()))
+                for where, fields in by_rows.items()
             ]
-    _check_covered(layout, segments)
-    return segments
+            for group, by_rows in found.items()
+        }
+
+    @property
+    def cells(self) -> dict[str, int]:
+        """Group to the cells, over its fields; without groups of which it writes none."""
+        found = {
+            group: sum(sum(stop - start for start, stop in spans) * w for _, spans, w in wheres)
+            for group, wheres in self._found.items()
+        }
+        return {group: cells for group, cells in found.items() if cells}
+
+    def cover(self, group: GroupEntry) -> Cover:
+        """Where its rows lie in one group."""
+        wheres = self._found[group.name]
+        rows = blocks.rows_of(span for _, spans, _ in wheres for span in spans)
+        return manifest.cover(group, self._layout.tables, rows, [where[0] for where in wheres])
 
 
-def _joined(
-    by_columns: dict[tuple[int, int], dict[str, FieldSource]], group: GroupEntry
-) -> dict[tuple[int, int], dict[str, FieldSource]]:
-    """Slots ride in the segment of the values where the table is not split along its width."""
-    slots = by_columns.pop((0, 0), {})
-    width = _width(group)
-    if len(by_columns) <= 1:
-        (columns, fields), *_ = by_columns.items() or [((0, width), {})]
-        return {columns: fields | slots} if fields or slots else {}
-    return by_columns | ({(0, width): slots} if slots else {})
-
-
-def _width(group: GroupEntry) -> int:
-    trailing = next(spec.trailing for spec in group.fields if spec.name == blocks.VALUES)
-    return trailing[0] if trailing else 1
-
-
-def _check_covered(layout: Layout, segments: Sequence[SegmentSource]) -> None:
-    total = {group.name: group.rows for group in layout.groups}
-    for segment in segments:
-        for name, source in segment.fields.items():
-            covered = sum(shard.stop - shard.start for shard in source.shards)
-            if covered != total[segment.group]:
+def _sources_by_rows(
+    layout: Layout,
+    group: GroupEntry,
+    leaves: Mapping[str, Mapping[str, Any]],
+    stamps: Mapping[str, Any],
+) -> dict[_Where, dict[str, FieldSource]]:
+    """The fields of a group, by the columns and the rows that this process writes of them."""
+    found: dict[_Where, dict[str, FieldSource]] = {}
+    narrow = []
+    for spec in group.fields:
+        for source in field_sources(layout, group, spec, leaves, stamps):
+            spans = blocks.joined((shard.start, shard.stop) for shard in source.shards)
+            if group.columns(spec) is not None:
+                found.setdefault((source.columns, spans), {})[spec.name] = source
+            elif source.columns == (0, manifest.width(spec.trailing)):
+                narrow.append((spans, spec.name, source))
+            else:
                 raise TableSelectionError(
-                    f"group {segment.group}, field {name}: expected shards that cover "
-                    f"{total[segment.group]} rows on this process, found {covered}; arrays that "
-                    "span several processes are not supported yet"
+                    f"group {group.name}, field {spec.name}: expected a slot of width "
+                    f"{group.width} like its table, or one that is not split by columns, found its "
+                    f"columns {source.columns} of shape {spec.trailing}; shard the slot by rows"
                 )
+    for spans, name, source in narrow:
+        # Columns do not matter to it: it rides with any segment of the same rows.
+        where = next((where for where in found if where[1] == spans), ((0, group.width), spans))
+        found.setdefault(where, {})[name] = source
+    return found
+
+
+class _Touched:
+    """The touched rows of this process, by group; threads look for them."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        stamps: Mapping[str, Any],
+        since_clock: int | None,
+        staging: Staging,
+        found: Mapping[str, Mapping[_Where, dict[str, FieldSource]]],
+    ):
+        self._tables: dict[str, list[concurrent.futures.Future[np.ndarray]]] = {}
+        self._rows: dict[str, np.ndarray] = {}
+        self._spans = {
+            group.name: blocks.joined(span for _, spans in found[group.name] for span in spans)
+            for group in layout.groups
+        }
+        if since_clock is None:
+            return
+        for group in layout.groups:
+            rows = blocks.rows_of(self._spans[group.name])
+            self._tables[group.name] = []
+            for table in manifest.members(group, layout.tables):
+                held = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+                if len(held):
+                    spans = [(a - table.offset, b - table.offset) for a, b in blocks.spans_of(held)]
+                    call = (touched_rows, stamps[table.name], since_clock, table.offset, spans)
+                    self._tables[group.name].append(staging.submit(*call))
+
+    def of(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        """Those within some spans, int64 ascending."""
+        if group not in self._rows:
+            parts = [future.result() for future in self._tables[group]]
+            self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        rows = self._rows[group]
+        if spans == self._spans[group]:
+            return rows
+        parts = [rows[blocks.row_slice(rows, *span)] for span in spans]
+        return np.concatenate(parts) if parts else rows[:0]
 
 
 @jax.jit
@@ -460,4 +575,5 @@ def hold(segments: Sequence[SegmentSource]) -> None:
                     if on_host(shard.data):
                         shard.data = np.asarray(shard.data)
                     else:
-                        [shard.data] = _device_copy([shard.data])
+                        held = shard.data[shard.skip : shard.skip + shard.stop - shard.start]
+                        [shard.data], shard.skip = _device_copy([held]), 0

@@ -25,7 +25,7 @@ from deltackpt.integrity import Digest
 from deltackpt.manifest import ArrayEntry, Encoding
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.storage import arrays
-from deltackpt.stored import entry_bytes
+from deltackpt.storage.arrays import ChunkSums
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
@@ -249,7 +249,7 @@ class _Attempt:
         beside, count = self._beside_count, self._field.count
         if beside == 0:
             return False
-        saved_bytes = self._field.raw_bytes - sum(map(entry_bytes, self._entries.values()))
+        saved_bytes = self._field.raw_bytes - sum(entry.nbytes for entry in self._entries.values())
         too_large = beside * self._field.raw_bytes >= saved_bytes * count
         return too_large or beside > max(_FEW_ROWS, count * _MOST_BESIDE)
 
@@ -345,6 +345,8 @@ def _encoding(
     )
 
 
-def _digests(place: Place, entry: ArrayEntry, checksums: Mapping[str, int]) -> dict[str, Digest]:
+def _digests(
+    place: Place, entry: ArrayEntry, checksums: Mapping[str, ChunkSums]
+) -> dict[str, Digest]:
     below = place.directory(entry.name).relative_to(place.item_dir).as_posix()
     return integrity.chunk_digests(below, entry, checksums)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from deltackpt import layout, manifest
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.manifest import ArrayEntry, Manifest
 from deltackpt.storage import arrays, files
+from deltackpt.storage.arrays import ChunkSums
 
 _MAGIC = "deltackpt.digests"
 _READ_BYTES = 4 << 20
@@ -41,49 +42,86 @@ class Digest(NamedTuple):
       crc32c: CRC32C of all bytes but the last four.
       tail: the last four bytes (fewer in a shorter file) as a little-endian number; of a chunk
         this is the chunk's own CRC32C.
+      blocks: CRC32Cs of the blocks of a chunk; see ``arrays.ChunkSums``.
     """
 
     length: int
     crc32c: int
     tail: int
+    blocks: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
 class Digests:
-    """Digests of files, by their posix path below some directory."""
+    """Digests of files, by their posix path below some directory.
+
+    Attributes:
+      files: path to length, CRC32C and tail, as in ``Digest``.
+      blocks: path to ``Digest.blocks``, of chunks that are not compressed.
+      block_bytes: how many bytes of a chunk make a block.
+    """
 
     files: dict[str, tuple[int, int, int]]
+    blocks: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    block_bytes: int = arrays.BLOCK_BYTES
+
+    @classmethod
+    def of(cls, digests: Mapping[str, Digest]) -> Digests:
+        """The digests of files by their path."""
+        return cls(
+            {name: (found.length, found.crc32c, found.tail) for name, found in digests.items()},
+            {name: found.blocks for name, found in digests.items() if found.blocks},
+        )
+
+    def chunk(self, name: str) -> ChunkSums:
+        """Checksums of a chunk."""
+        known = self.block_bytes == arrays.BLOCK_BYTES
+        return ChunkSums(self.files[name][2], self.blocks.get(name, b"") if known else b"")
 
 
-def digest_tree(directory: Path, *, skip: Collection[str] = ()) -> Digests:
+def digest_tree(
+    directory: Path,
+    *,
+    below: Path | None = None,
+    skip: Callable[[str], bool] = lambda name: False,
+) -> dict[str, Digest]:
     """Digests of all files below a directory, read back, mostly from the page cache.
 
     Args:
-      directory: where to look.
-      skip: posix paths below ``directory`` that are left out.
+      directory: what their paths are relative to.
+      below: where to look; the whole directory where it is None.
+      skip: whether a file or a folder, by its posix path below ``directory``, is left out.
 
     Raises:
       StorageError: a file cannot be read.
     """
-    names = []
-    for folder, _, found in os.walk(directory):
-        names += [Path(folder, name).relative_to(directory).as_posix() for name in found]
-    wanted = sorted(set(names) - set(skip))
+    wanted = []
+    for folder, folders, found in os.walk(below or directory):
+        inside = Path(folder).relative_to(directory)
+        folders[:] = [name for name in folders if not skip((inside / name).as_posix())]
+        names = ((inside / name).as_posix() for name in found)
+        wanted += [name for name in names if not skip(name)]
+    wanted.sort()
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-digest") as pool:
         digests = pool.map(lambda name: _digest(directory / name), wanted)
-        return Digests(dict(zip(wanted, digests, strict=True)))
+        return dict(zip(wanted, digests, strict=True))
 
 
-def chunk_digests(below: str, entry: ArrayEntry, checksums: Mapping[str, int]) -> dict[str, Digest]:
+def chunk_digests(
+    below: str, entry: ArrayEntry, checksums: Mapping[str, ChunkSums]
+) -> dict[str, Digest]:
     """Digests of the chunks that ``storage.arrays`` wrote, without reading them.
 
     Args:
       below: posix path of the array's directory.
       entry: what the array is.
-      checksums: the chunks' paths below it and CRC32Cs.
+      checksums: the chunks' paths below it and checksums.
     """
     length = arrays.chunk_bytes(entry)
-    return {f"{below}/{name}": Digest(length, crc, crc) for name, crc in checksums.items()}
+    return {
+        f"{below}/{name}": Digest(length, sums.crc32c, sums.crc32c, sums.blocks)
+        for name, sums in checksums.items()
+    }
 
 
 def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
@@ -116,15 +154,17 @@ def read_item_digests(item_dir: Path, record: Manifest) -> Digests:
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
-def check(directory: Path, digests: Digests, *, below: str = "") -> list[Damaged]:
+def check(directory: Path, digests: Digests, *, share: tuple[int, int] = (0, 1)) -> list[Damaged]:
     """What is missing, truncated or altered among the files of a directory.
 
     Args:
       directory: what the paths of the digests are relative to.
       digests: what the files should be.
-      below: check only files whose path starts so.
+      share: ``(i, n)`` checks the i-th of n parts of the files, nearly equal in bytes.
     """
-    wanted = [name for name in digests.files if name.startswith(below)]
+    number, count = share
+    by_size = sorted(digests.files, key=lambda name: (-digests.files[name][0], name))
+    wanted = by_size[number::count]
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-digest") as pool:
         found = pool.map(lambda name: _problem(directory, name, digests.files[name]), wanted)
         return [damage for damage in found if damage is not None]
@@ -139,13 +179,21 @@ def verify_step(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> list[Dama
     """
     damage: list[Damaged] = []
     item_dir = step_dir / item
-    names = sorted(path.name for path in item_dir.glob("manifest.*.msgpack"))
     promised: set[str] = set()
-    for name in names or [layout.manifest_name(0)]:
+    crcs: dict[int, int | None] = {0: None}
+    while crcs:
+        process, crc32c = crcs.popitem()
+        name = layout.manifest_name(process)
         try:
             data = files.read_bytes(item_dir / name)
+            if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
+                raise Damaged(
+                    files.object_name(item_dir / name), f"crc32c {crc32c:08x}", f"{found:08x}"
+                )
             record = manifest.from_bytes(data, name=files.object_name(item_dir / name))
             promised |= set(record.digests)
+            if process == 0:
+                crcs = {part.process: part.crc32c for part in record.parts if part.process}
             damage += check(item_dir, read_item_digests(item_dir, record))
         except Damaged as error:
             damage.append(error)
@@ -156,10 +204,15 @@ def verify_step(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> list[Dama
     return damage
 
 
-def check_step_files(step_dir: Path) -> list[Damaged]:
-    """What is wrong with the files of a step that its own digests cover, dense ones included."""
+def check_step_files(step_dir: Path, share: tuple[int, int] = (0, 1)) -> list[Damaged]:
+    """What is wrong with the files of a step that its own digests cover, dense ones included.
+
+    Args:
+      step_dir: the step.
+      share: as for ``check``.
+    """
     try:
-        return check(step_dir, read_digests(step_dir / layout.STEP_DIGESTS))
+        return check(step_dir, read_digests(step_dir / layout.STEP_DIGESTS), share=share)
     except Damaged as error:
         return [error]
 

@@ -28,6 +28,10 @@ TRASH = "deleted"
 GAPS = "rows.gaps"
 
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
+_PART = re.compile(r"part\.\d+")
+#: The digests of a part are covered by its manifest.
+_OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
+_FAILURE = re.compile(r"failed\.(\d+)\.json")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
 
 
@@ -42,14 +46,40 @@ def manifest_process(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def failure_name(process: int) -> str:
+    """Name of the note of a process that could not write its part; never in a committed step."""
+    return f"failed.{process}.json"
+
+
+def failure_process(name: str) -> int | None:
+    """Process of a failure's note, None where the name is another object's."""
+    match = _FAILURE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def digests_name(process: int) -> str:
     """Name of a process's digests in the item's directory."""
     return f"digests.{process}.msgpack"
 
 
+def part_dir(item_dir: Path, process: int) -> Path:
+    """Directory of a process's arrays."""
+    return item_dir / f"part.{process}"
+
+
+def is_of_part(name: str) -> bool:
+    """Whether a path in the item's directory is covered by what a process says of its own part.
+
+    The arrays are by its digests; what stands beside them is by process 0's index, but for the
+    manifest and the digests of process 0 itself.
+    """
+    top = name.partition("/")[0]
+    return _PART.fullmatch(top) is not None or _OTHERS.fullmatch(top) is not None
+
+
 def array_dir(item_dir: Path, process: int, segment: str, array: str) -> Path:
     """Directory of one Zarr array of a part; the name is percent-encoded, it may hold slashes."""
-    return item_dir / f"part.{process}" / segment / urllib.parse.quote(array, safe="")
+    return part_dir(item_dir, process) / segment / urllib.parse.quote(array, safe="")
 
 
 def lease_name(epoch: int) -> str:

@@ -62,6 +62,7 @@ class Lineage:
         *,
         item: str = layout.EMBEDDINGS_ITEM,
         protected: bool = True,
+        run: str | None = None,
     ):
         """Starts a new run.
 
@@ -70,17 +71,18 @@ class Lineage:
           item: name of our item in a step directory.
           protected: whether retention is bound to this lineage by ``KeepChain``; where it is
             not, every save is a base, since a stock policy would delete bases under live deltas.
+          run: id of the run; several processes must have agreed on it.
         """
         self._policy = policy or Consecutive()
         self._item = item
         self._protected = protected
         self._lock = threading.RLock()
-        self._start_run()
+        self._start_run(run)
 
     @classmethod
-    def unprotected(cls) -> Lineage:
+    def unprotected(cls, run: str | None = None) -> Lineage:
         """A lineage whose saves are all bases."""
-        return cls(protected=False)
+        return cls(protected=False, run=run)
 
     @property
     def run(self) -> str:
@@ -139,22 +141,21 @@ class Lineage:
             which = "base" if parent is self._anchor else "previous"
             return Decision(kind=kind, parent=which, reason=reason)
 
-    def wrote(self, save_id: SaveId, nbytes: int) -> None:
-        """Notes the size of the save in flight, when its part is written."""
-        with self._lock:
-            known = self._in_flight
-            if known is not None and known.info.save_id == save_id:
-                known.info = dataclasses.replace(known.info, nbytes=nbytes)
-                known.total_bytes += nbytes
-
     def failed(self, save_id: SaveId) -> None:
-        """Forgets the save in flight; the committed parent and its clock stay."""
+        """Forgets the save in flight, unless it was committed; the parent and its clock stay."""
         with self._lock:
+            self._settle()
             if self._in_flight is not None and self._in_flight.info.save_id == save_id:
                 self._in_flight = None
 
     def adopt(
-        self, chain: Sequence[SaveInfo], step_dir: Path, layout: Any, *, restores: int = 0
+        self,
+        chain: Sequence[SaveInfo],
+        step_dir: Path,
+        layout: Any,
+        *,
+        restores: int = 0,
+        run: str | None = None,
     ) -> None:
         """Starts a new run at a restored step: the parent of what follows, at clock 0.
 
@@ -163,9 +164,10 @@ class Lineage:
           step_dir: the restored step.
           layout: the tables' layout.
           restores: how often training had been restored when the step was saved.
+          run: id of the new run; several processes must have agreed on it.
         """
         with self._lock:
-            self._start_run()
+            self._start_run(run)
             self._restores = restores + 1
             target = chain[-1]
             self._previous = self._anchor = _Known(
@@ -193,8 +195,8 @@ class Lineage:
                 ids.add(self._in_flight.info.parent.save_id)
             return frozenset(ids)
 
-    def _start_run(self) -> None:
-        self._run = uuid.uuid4().hex
+    def _start_run(self, run: str | None = None) -> None:
+        self._run = run or new_run()
         self._restores = 0
         self._attempt = 0
         #: The newest save whose clock is known and that deltas may all be taken against.
@@ -207,9 +209,13 @@ class Lineage:
     def _settle(self) -> _Known | None:
         """Promotes the save in flight if it was committed: the save that was found to stand."""
         known = self._in_flight
-        if known is None or not _stands(known, self._item):
+        head = None if known is None else _standing(known, self._item)
+        if known is None or head is None:
             return None
         self._in_flight = None
+        # The bytes of every process's part: all processes decide from the same figures.
+        known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
+        known.total_bytes += head.nbytes
         self._previous = known
         if known.info.kind == "base":
             self._anchor, self._base_bytes, self._delta_bytes = known, known.info.nbytes, []
@@ -248,17 +254,23 @@ class Lineage:
         if decision.kind == "base":
             return "base", None, decision.reason
         parent = anchor if decision.parent == "base" else previous
-        if parent is not seen and not _stands(parent, self._item):
+        if parent is not seen and _standing(parent, self._item) is None:
             return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
         return "delta", parent, decision.reason
 
 
-def _stands(known: _Known, item: str) -> bool:
-    """Whether the save is committed at its path, under its own save id."""
+def new_run() -> str:
+    """An id for a run."""
+    return uuid.uuid4().hex
+
+
+def _standing(known: _Known, item: str) -> Manifest | None:
+    """The manifest at the path of a save, if it is that save's: if it was committed."""
     try:
-        return read_manifest(known.path, item).save_id == known.info.save_id
+        head = read_manifest(known.path, item)
     except (RestoreError, OSError):
-        return False
+        return None
+    return head if head.save_id == known.info.save_id else None
 
 
 def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:

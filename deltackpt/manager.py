@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,8 @@ from deltackpt.errors import (
     FormatTooNew,
     NoIntactStep,
     OptionError,
+    PeerFailed,
+    PeerMissing,
     RestoreError,
     SaveFailed,
     StepGone,
@@ -37,7 +40,8 @@ from deltackpt.errors import (
 )
 from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
-from deltackpt.lineage import Lineage
+from deltackpt.handlers.peers import Peers
+from deltackpt.lineage import Lineage, new_run
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
 from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, SaveReport
@@ -45,6 +49,7 @@ from deltackpt.policy import Decision
 from deltackpt.restore import Progress, RestoredTables
 from deltackpt.root import Root
 from deltackpt.staging import Staging
+from deltackpt.stored import StoredSave
 from deltackpt.tables import Split
 from deltackpt.touched import TouchState
 
@@ -113,13 +118,16 @@ class CheckpointManager:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
-        self._root = Root.open(directory, item=self._item, read_only=self.options.read_only)
-        self._lineage = Lineage(self.options.policy, item=self._item)
+        self._peers = Peers(self.options.timeouts.peers_secs)
+        self._root, run = self._open_root(directory)
+        self._lineage = Lineage(self.options.policy, item=self._item, run=run)
         self._staging = Staging(self.options.staging_bytes)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
         self._due: int | None = None
         self._restored: int | None = None
+        #: Whether steps later than the restored one are to be moved aside.
+        self._later = False
         self._reports: list[SaveReport] = []
         self._orbax = self._open_orbax()
 
@@ -175,7 +183,7 @@ class CheckpointManager:
                 saved = self._save(step, state, _SaveArguments(**arguments), "wait")
                 self.wait()
                 return saved
-            if self._due is None or self._busy():
+            if self._due is None or self._all_busy():
                 return None
             return self._save(step, state, _SaveArguments(**arguments), "wait")
 
@@ -240,8 +248,7 @@ class CheckpointManager:
             skipped: list[tuple[int, RestoreError]] = []
             # Listed anew each time: beside a trainer, a step that goes while it is read has a
             # successor.
-            while untried := set(self.all_steps()) - {step for step, _ in skipped}:
-                step = max(untried)
+            while (step := self._newest_but({step for step, _ in skipped})) is not None:
                 try:
                     result = self._restore(step, abstract_state, None, items, progress)
                 except (TemplateMismatch, FormatTooNew):
@@ -341,10 +348,13 @@ class CheckpointManager:
         started = time.perf_counter()
         with self._lock:
             self._check_usable(writing=True)
-            if self._busy() and when_busy != "wait":
+            if when_busy != "wait" and self._all_busy():
                 return self._not_now(step, started)
             failure = self._settle(self.options.timeouts.save_secs)
             self._due = None
+            if failure is not None and isinstance(failure.cause, PeerMissing):
+                # Orbax would wait for that process on the training thread.
+                raise _save_failed(failure, None) from failure.cause
             self._check_step(step)
             saved = self._start(step, state, arguments, started)
         if failure is not None:
@@ -352,7 +362,9 @@ class CheckpointManager:
         return saved
 
     def _start(self, step: int, state: Any, arguments: _SaveArguments, started: float) -> Saved:
-        self._root.check_lease()
+        if self._peers.count == 1:
+            # Of several processes one holds the lease: its commit checks it, and tells the others.
+            self._root.check_lease()
         self._roll_back()
         split = tables.split(state, self._tables)
         embeddings = Embeddings(
@@ -363,6 +375,7 @@ class CheckpointManager:
                 fsync=self._fsync,
                 staging_bytes=self.options.staging_bytes,
                 digests=("item", "step"),
+                peers_secs=self.options.timeouts.peers_secs,
             ),
             staging=self._staging,
             force_base=arguments.force_base,
@@ -414,7 +427,10 @@ class CheckpointManager:
         )
 
     def _check_step(self, step: int) -> None:
-        newest = self.latest_step() if self._restored is None else self._restored
+        # A listing may differ from process to process.
+        newest = self.latest_step() if self._peers.count == 1 else self._newest
+        if self._restored is not None:
+            newest = self._restored
         if newest is None or step > newest:
             return
         raise OptionError(
@@ -427,15 +443,19 @@ class CheckpointManager:
         """Moves steps later than the restored one aside, once, before the first save."""
         if self._restored is None:
             return
-        moved = self._root.roll_back(self._restored, self._lineage.run)
-        self._restored = None
-        if moved:
+        self._root.roll_back(self._restored, self._lineage.run)
+        self._newest, self._restored = self._restored, None
+        if self._later:
             # Steps of the same number may be removed again, into a trash of their own.
             self._close_orbax()
             self._orbax = self._open_orbax()
 
     def _busy(self) -> bool:
         return self._in_flight is not None and self._orbax.is_saving_in_progress()
+
+    def _all_busy(self) -> bool:
+        """Whether a save is in flight: what process 0 finds, on every process."""
+        return self._peers.agree("asking for a free writer", self._busy())
 
     def _settle(self, timeout_secs: float) -> _Failure | None:
         """Waits for the save in flight, if any, and reports it."""
@@ -456,6 +476,7 @@ class CheckpointManager:
             self._reset_orbax()
         self._in_flight = None
         if failure is None:
+            self._newest = flight.step
             self._root.collect()
             self._report(flight)
         return failure
@@ -488,11 +509,21 @@ class CheckpointManager:
         )
         events.emit(event, self._sinks)
 
+    def _missing_peer(self) -> BaseException | None:
+        """Why the save in flight failed, where that is a missing process."""
+        failure = self._in_flight.pending.failure if self._in_flight is not None else None
+        return failure if isinstance(failure, PeerMissing) else None
+
     def _note_commit(self) -> None:
         """Called by Orbax's thread; the save is reported later, by the next save or wait."""
         self._committed_at = time.perf_counter()
 
     # The parts of a restore.
+
+    def _newest_but(self, skipped: set[int]) -> int | None:
+        """The newest step that process 0 finds, those skipped left out."""
+        steps = self.all_steps() if self._peers.index == 0 else []
+        return self._peers.agree("choosing a step", max({*steps} - skipped, default=None))
 
     def _restore(
         self,
@@ -504,39 +535,37 @@ class CheckpointManager:
     ) -> Restored:
         started = time.perf_counter()
         step_dir = self._root.step_dir(step)
-        saves = stored.read_chain(step_dir, self._item)
-        expected = None if template is None else tables.split(template, self._tables)
-        if expected is not None:
-            restore.check_template(expected.layout, saves[-1])
+        found: _Found | None = None
+        error: Exception | None = None
         try:
-            if wanted is None:
-                self._root.check_step_files(step_dir)
-            if wanted is not None:
-                merged = restore.restore_tables(saves, wanted=wanted, progress=progress)
-                state, fresh, extra = merged.fields, None, {}
-            else:
-                # Orbax mostly waits for its own threads, and the merge for memory.
-                with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
-                    dense_leaves = pool.submit(
-                        self._restore_dense, step, saves[-1].layout, expected
-                    )
-                    merged = restore.restore_tables(saves, progress=progress)
-                    leaves = dense_leaves.result()
-                state, fresh = self._joined(template, expected, merged, leaves)
-                extra = self._restore_items(step, items)
-        except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, DeltackptError) or step_dir.is_dir():
-                raise
-            raise StepGone(
-                f"step directory {step_dir}: expected it to stay while it was read, found it "
-                "removed; restore the newest step instead"
-            ) from error
+            found = self._find(step_dir, template, wanted)
+        except Exception as caught:
+            error = self._gone(step_dir, caught)
+        self._together(f"finding step {step}", error)
+        assert found is not None
+        loaded: tuple[RestoredTables, dict[str, Any]] | None = None
+        try:
+            loaded = self._load(step, found, progress)
+        except Exception as caught:
+            error = self._gone(step_dir, caught)
+        self._together(f"restoring step {step}", error)
+        assert loaded is not None
+        merged, leaves = loaded
+        extra: dict[str, Any] = {}
+        if wanted is not None:
+            state, fresh = merged.fields, None
+        else:
+            state, fresh = self._joined(template, found.expected, merged, leaves)
+            extra = self._restore_items(step, items)
         if wanted is None and not self.options.read_only:
+            later = self._peers.index == 0 and max(self._root.steps()) > step
+            run, self._later = self._peers.agree("a new run", (new_run(), later))
             self._lineage.adopt(
-                [save.info for save in saves],
+                [save.info for save in found.saves],
                 step_dir,
                 merged.layout,
-                restores=saves[-1].manifests[0].restores,
+                restores=found.saves[-1].head.restores,
+                run=run,
             )
             self._restored = step
         result = Restored(
@@ -544,7 +573,7 @@ class CheckpointManager:
             state=state,
             touched=fresh,
             items=extra,
-            chain=tuple(save.info.save_id.step for save in saves),
+            chain=tuple(save.info.save_id.step for save in found.saves),
             skipped=(),
             source="storage",
             bytes_read=merged.bytes_read,
@@ -561,6 +590,49 @@ class CheckpointManager:
         events.emit(event, self._sinks)
         return result
 
+    def _find(
+        self, step_dir: Path, template: Any, rows: Mapping[str, tuple[int, int] | None] | None
+    ) -> _Found:
+        """The chain of a step and what is wanted of it; checks this process's share of files."""
+        saves = stored.read_chain(step_dir, self._item)
+        if rows is not None:
+            return _Found(saves, None, restore.wanted_rows(saves[-1].layout, rows), dense=False)
+        expected = None if template is None else tables.split(template, self._tables)
+        wanted = None
+        if expected is not None:
+            restore.check_template(expected.layout, saves[-1])
+            wanted = restore.wanted_of(expected.fields)
+        self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
+        return _Found(saves, expected, wanted, dense=True)
+
+    def _load(
+        self, step: int, found: _Found, progress: Progress | None
+    ) -> tuple[RestoredTables, dict[str, Any]]:
+        """Merged tables and Orbax's dense leaves."""
+        if not found.dense:
+            return restore.restore_tables(found.saves, wanted=found.wanted, progress=progress), {}
+        # Orbax mostly waits for its own threads, and the merge for memory.
+        with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
+            layout = found.saves[-1].layout
+            dense_leaves = pool.submit(self._restore_dense, step, layout, found.expected)
+            merged = restore.restore_tables(found.saves, wanted=found.wanted, progress=progress)
+            return merged, dense_leaves.result()
+
+    def _gone(self, step_dir: Path, error: Exception) -> Exception:
+        """StepGone where a step was removed while it was read."""
+        if isinstance(error, DeltackptError) or not isinstance(
+            error, (OSError, ValueError, KeyError)
+        ):
+            return error
+        if step_dir.is_dir():
+            return error
+        gone = StepGone(
+            f"step directory {step_dir}: expected it to stay while it was read, found it "
+            "removed; restore the newest step instead"
+        )
+        gone.__cause__ = error
+        return gone
+
     def _joined(
         self,
         template: Any,
@@ -571,7 +643,7 @@ class CheckpointManager:
         """The whole state and its fresh TouchState, from merged tables and Orbax's dense leaves."""
         if expected is None:
             return tables.join(None, merged.layout, merged.fields, leaves, None), None
-        placed = restore.place(merged.fields, expected.fields)
+        placed = restore.place(merged.buffers, expected.fields)
         if expected.touched is not None:
             fresh = touched.fresh(expected.touched)
         else:
@@ -599,6 +671,40 @@ class CheckpointManager:
         found = self._orbax.restore(step, args=ocp.args.Composite(**dict(items)))
         return {name: found[name] for name in items}
 
+    # Several processes.
+
+    def _open_root(self, directory: str | os.PathLike[str]) -> tuple[Root, str]:
+        """The directory, opened by process 0 before the others, and the id of the new run."""
+        root: Root | None = None
+        error: Exception | None = None
+        read_only = self.options.read_only
+        if self._peers.index == 0:
+            try:
+                root = Root.open(directory, item=self._item, read_only=read_only)
+            except Exception as caught:
+                error = caught
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        newest = max(root.steps(), default=None) if root is not None else None
+        run, text, self._newest = self._peers.agree("opening", (new_run(), text, newest))
+        if error is not None:
+            raise error
+        if text is not None:
+            raise PeerFailed(f"{directory}: expected process 0 to open it, found that {text}")
+        return root or Root.open(directory, item=self._item, read_only=True), run
+
+    def _together(self, what: str, error: Exception | None) -> None:
+        """Raises what went wrong here, or on another process; every process raises or none.
+
+        Raises:
+          RestoreError: another process could not restore; it is named.
+        """
+        failures = self._peers.failures(what, error)
+        if error is not None:
+            raise error
+        if failures:
+            process, text = min(failures.items())
+            raise RestoreError(f"{what}: expected it on every process, found {process}: {text}")
+
     # Orbax.
 
     @property
@@ -620,7 +726,10 @@ class CheckpointManager:
                 read_only=options.read_only,
                 save_interval_steps=0 if options.read_only else 1,
                 preservation_policy=retention.KeepChain(
-                    inner, self._lineage.protected, self._root.saves
+                    inner,
+                    self._lineage.protected,
+                    self._root.saves,
+                    deletes=self._peers.index == 0,
                 ),
                 todelete_subdir=None if options.read_only else self._root.new_trash(),
                 temporary_path_class=commit.temporary_path_class(
@@ -630,6 +739,16 @@ class CheckpointManager:
                     committed=self._note_commit,
                 ),
                 save_root_metadata=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    # Barriers of the coordination service, which have a limit, instead of
+                    # collectives of the devices, which have none.
+                    active_processes=self._peers.everybody if self._peers.count > 1 else None,
+                    barrier_sync_key_prefix=f"deltackpt-{self._lineage.run}",
+                ),
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=int(options.timeouts.save_secs) or 1,
+                    barrier_sync_fn=self._peers.barrier(self._missing_peer, self._note_commit),
+                ),
             ),
         )
 
@@ -660,6 +779,16 @@ class CheckpointManager:
                 f"CheckpointManager of {self._root.path}: expected a manager that may write, "
                 "found read_only=True; open it without read_only to save"
             )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Found:
+    """What a restore reads: a chain, the template's parts, what is wanted of tables."""
+
+    saves: tuple[StoredSave, ...]
+    expected: Split | None
+    wanted: restore.Wanted | None
+    dense: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

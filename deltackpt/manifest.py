@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -15,14 +16,19 @@ from typing import Any, Literal
 
 import google_crc32c
 import msgpack
+import numpy as np
 
+from deltackpt import blocks
+from deltackpt.blocks import VALUES
 from deltackpt.errors import Damaged, FormatTooNew
 
 FORMAT_VERSION = 1
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset({"encodings"})
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts"})
 #: Needed by what is not stored ``raw``: rows may stand beside their codes.
 ENCODINGS = "encodings"
+#: Needed by what several processes wrote: only process 0's manifest says what the tables are.
+PARTS = "parts"
 
 Kind = Literal["base", "delta"]
 #: One typed step of a key path: ("dict", key), ("seq", index), ("attr", name) or ("flat", index).
@@ -73,6 +79,15 @@ class GroupEntry:
     rows: int
     fields: tuple[FieldSpec, ...]
 
+    @property
+    def width(self) -> int:
+        """Columns of the tables."""
+        return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)
+
+    def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
+        """All columns of a field; None where it is not as wide as the tables: it is never split."""
+        return (0, self.width) if width(spec.trailing) == self.width else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
@@ -110,6 +125,11 @@ class ArrayEntry:
         """Whether a chunk's file holds something else than the bytes of its rows."""
         return self.zstd or self.byte_planes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, before any compression."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoding:
@@ -139,6 +159,8 @@ class Encoding:
 class Segment:
     """Rows of one group that a part holds, with the same fields for each.
 
+    ``columns`` is what it holds of the fields that are as wide as the tables; others are whole.
+
     Either ``ranges`` lists the virtual rows as half-open ranges in ascending order, or it is
     None and the array ``rows.gaps`` holds them. ``count`` is the number of rows. Segments lie in
     the part's directory under ``name``.
@@ -153,12 +175,14 @@ class Segment:
     arrays: tuple[ArrayEntry, ...]
     encodings: tuple[Encoding, ...] = ()
 
-    def spec(self, planned: FieldSpec) -> FieldSpec:
-        """A field's spec with the codec that this segment has it in."""
-        for encoding in self.encodings:
-            if encoding.field == planned.name and encoding.codec != planned.codec:
-                return dataclasses.replace(planned, codec=encoding.codec)
-        return planned
+    def spec(self, group: GroupEntry, field: str) -> FieldSpec:
+        """A field's spec as this segment has it: its columns, and the codec that was used."""
+        planned = next(spec for spec in group.fields if spec.name == field)
+        used = {encoding.field: encoding.codec for encoding in self.encodings}
+        trailing = planned.trailing
+        if trailing and group.columns(planned) is not None:
+            trailing = (self.columns[1] - self.columns[0], *trailing[1:])
+        return dataclasses.replace(planned, trailing=trailing, codec=used.get(field, planned.codec))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,9 +193,54 @@ class DenseLeaf:
     key: tuple[str, ...]
 
 
+#: A share of the rows of each table is counted in these.
+WHOLE_SHARE = 1 << 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cover:
+    """Where the rows of a part lie in one group: no others are in it, not all of them need be.
+
+    Its size does not grow with the number of tables where a mesh shards them all alike.
+
+    Attributes:
+      group: the group.
+      tables: spans of the tables that it has rows of, numbered in the order of their offsets.
+      share: of each of these tables, the rows from ``share[0]`` to ``share[1]``, in units of
+        ``rows / WHOLE_SHARE``.
+      columns: of the fields that are as wide as the table.
+    """
+
+    group: str
+    tables: tuple[tuple[int, int], ...]
+    share: tuple[int, int]
+    columns: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What process 0 says of the part of another process, or of its own.
+
+    Attributes:
+      process: which.
+      crc32c: CRC32C of the bytes of its manifest; 0 in process 0's own.
+      nbytes: bytes of its arrays, before any compression.
+      covers: where its rows lie.
+    """
+
+    process: int
+    crc32c: int
+    nbytes: int
+    covers: tuple[Cover, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one process wrote of one save."""
+    """What one process wrote of one save.
+
+    Where there are several, that of process 0 comes last and speaks for all: ``groups``,
+    ``tables``, ``dense`` and ``tracking_paths`` are in it alone.
+    """
 
     kind: Kind
     save_id: SaveId
@@ -192,11 +261,62 @@ class Manifest:
     #: How often the run had been restored before, itself included.
     restores: int = 0
     features: tuple[str, ...] = ()
+    #: CRC32C of what the process takes the tables to be, and of the codecs that it planned.
+    plan_crc32c: int = 0
+    #: Group to how many cells of all fields it writes in a base; nothing where it writes none.
+    owned_cells: dict[str, int] = dataclasses.field(default_factory=dict)
+    covers: tuple[Cover, ...] = ()
+    #: Every part, by process; in the manifest of process 0, where there are several.
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
+        return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
 
     @property
     def group_by_name(self) -> dict[str, GroupEntry]:
         """Groups by name."""
         return {group.name: group for group in self.groups}
+
+
+def cover(
+    group: GroupEntry,
+    tables: Iterable[TableEntry],
+    rows: range | blocks.Ranges,
+    columns: Iterable[tuple[int, int]],
+) -> Cover:
+    """The cover of some virtual rows, at least one, and columns of a group."""
+    held, low, high = [], WHOLE_SHARE, 0
+    for number, table in enumerate(members(group, tables)):
+        part = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(part):
+            spans = blocks.spans_of(part)
+            first, last = spans[0][0] - table.offset, spans[-1][1] - table.offset
+            low = min(low, first * WHOLE_SHARE // table.rows)
+            high = max(high, -(-last * WHOLE_SHARE // table.rows))
+            held.append((number, number + 1))
+    spans = list(columns)
+    return Cover(
+        group=group.name,
+        tables=blocks.joined(held),
+        share=(low, high),
+        columns=(min(first for first, _ in spans), max(last for _, last in spans)),
+    )
+
+
+def width(trailing: tuple[int, ...]) -> int:
+    """Columns of a field: the length of its second axis, 1 where it has none."""
+    return trailing[0] if trailing else 1
+
+
+def plan_crc32c(record: Manifest) -> int:
+    """CRC32C of what all processes must agree on: tables, groups, codecs, dense leaves."""
+    plan = dataclasses.asdict(record)
+    names = ("groups", "tables", "dense", "tracking_paths")
+    return google_crc32c.value(_packed({name: plan[name] for name in names}))
 
 
 def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from deltackpt import blocks, codecs
-from deltackpt.blocks import EncodedBlock, RowBlock
+from deltackpt.blocks import EncodedBlock, RowBlock, Span
 from deltackpt.manifest import FieldSpec
 
 #: Decoded rows of this many stay in the cache until they are written.
@@ -24,14 +24,22 @@ _PIECE_ROWS = 1 << 14
 class Target:
     """The final buffer of some virtual rows and columns of one field.
 
-    ``buffer`` is (rows[1] - rows[0], *trailing).
+    ``columns`` is None for a field that is not as wide as its table, and so never split; ``buffer``
+    is (rows[1] - rows[0], *trailing), trailing cut to the columns.
     """
 
     group: str
     field: str
-    rows: tuple[int, int]
-    columns: tuple[int, int]
+    rows: Span
+    columns: Span | None
     buffer: np.ndarray
+
+    def overlap(self, columns: Span) -> Span | None:
+        """The columns that it shares with a segment; None where there are none."""
+        if self.columns is None:
+            return (0, 1)
+        first, last = max(self.columns[0], columns[0]), min(self.columns[1], columns[1])
+        return (first, last) if first < last else None
 
 
 def apply(block: RowBlock, targets: Iterable[Target]) -> int:
@@ -80,14 +88,14 @@ def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:
     values = block.fields[target.field][chosen]
     rows = block.rows[chosen]
     buffer = target.buffer
-    if target.field == blocks.VALUES and block.columns != target.columns:
-        first = max(block.columns[0], target.columns[0])
-        last = min(block.columns[1], target.columns[1])
-        if first >= last:
+    if target.columns is not None and block.columns != target.columns:
+        common = target.overlap(block.columns)
+        if common is None:
             return
+        first, last = common
         buffer = buffer[:, first - target.columns[0] : last - target.columns[0]]
         values = values[:, first - block.columns[0] : last - block.columns[0]]
     if isinstance(rows, range):
         buffer[rows.start - target.rows[0] : rows.stop - target.rows[0]] = values
     else:
-        buffer[rows - target.rows[0]] = values
+        buffer[np.asarray(rows) - target.rows[0]] = values

@@ -22,10 +22,13 @@ class Timeouts:
     Attributes:
       save_secs: for a save in flight, at the next ``save()`` that waits.
       close_secs: for the saves in flight at ``wait()`` and ``close()``.
+      peers_secs: for other processes: in the background for their parts of a save, once this
+        process is done, and when a manager is made or a step restored.
     """
 
     save_secs: float = 1800.0
     close_secs: float = 3600.0
+    peers_secs: float = 300.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -49,7 +52,8 @@ class ManagerOptions:
       when_busy: what ``save()`` does while a save is in flight: ``"wait"`` for it; ``"skip"``
         this one; or ``"coalesce"``: make it due, to be taken by the first ``save_if_due()`` or
         ``save()`` that finds the writer free. None of them loses a row: the next save covers
-        whatever was touched since its parent.
+        whatever was touched since its parent. With several processes the last two ask process 0
+        whether it is free, and so wait for it on the training thread.
       base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
         ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
         ``"block"`` returns when the tables have been written, and needs no memory.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from deltackpt import (
@@ -35,12 +36,13 @@ from deltackpt import (
 from deltackpt.codecs import Codec
 from deltackpt.encode import Piece
 from deltackpt.errors import OutOfSpace
-from deltackpt.extract import Copying, Dispatched, Landed, SegmentSource
+from deltackpt.extract import Copying, Dispatched, Landed, Owned, SegmentSource
 from deltackpt.field_writer import Place, StoredArrays
 from deltackpt.integrity import Digest, Digests
 from deltackpt.lineage import Intent, Lineage
 from deltackpt.manifest import GroupEntry, Manifest, Segment
 from deltackpt.policy import Choice
+from deltackpt.rendezvous import Rendezvous
 from deltackpt.staging import Staging
 from deltackpt.storage import arrays, files, gaps
 from deltackpt.tables import Split, match_touched
@@ -63,11 +65,13 @@ class PipelineOptions:
       fsync: whether every file is on disk before its part counts as written.
       staging_bytes: host memory for copied rows, over all saves in flight.
       digests: digest files that the commit promises; see ``Manifest.digests``.
+      peers_secs: how long a process that has written its part waits for the others.
     """
 
     fsync: bool = True
     staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
+    peers_secs: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,6 +126,7 @@ class PendingSave:
         plans: Plans,
         staging: Staging,
         extract_secs: float,
+        owned: Owned,
     ):
         """Made by ``snapshot``."""
         self.intent = intent
@@ -131,11 +136,13 @@ class PendingSave:
         #: each of them, and so the training thread, a switch interval of the interpreter.
         self.proceed = threading.Event()
         self.report: SaveReport | None = None
+        self.failure: BaseException | None = None
         self._embeddings = embeddings
         self._segments = list(segments)
         self._copied: list[Copying | Dispatched | Landed] | None = None
         self._staging = staging
         self._extract_secs = extract_secs
+        self._owned = owned
         self._layout = embeddings.split.layout
         if copied is not None:
             self._copied = list(copied)
@@ -149,30 +156,46 @@ class PendingSave:
                     block.wait()
             self.released.set()
 
-    def write(self, item_dir: Path, *, process: int = 0, process_count: int = 1) -> SaveReport:
+    def write(self, item_dir: Path) -> SaveReport:
         """Writes this process's part into the item's directory, its manifest last.
+
+        Process 0 waits for the parts of the others before it writes its manifest; the others wait
+        for that.
 
         Args:
           item_dir: existing directory of the item, in the step's temporary directory.
-          process: index of this process.
-          process_count: how many processes write a part.
 
         Raises:
           StorageError: the store refused; nothing was committed.
+          PeerMissing, PeerFailed, Disagreement: as ``Rendezvous``.
         """
         self.proceed.wait(_PROCEED_SECS)
+        peers = Rendezvous(
+            item_dir=item_dir,
+            process=jax.process_index(),
+            count=jax.process_count(),
+            timeout_secs=self._embeddings.options.peers_secs,
+        )
+        try:
+            return self._write(item_dir, peers)
+        except BaseException as error:
+            self.failure = error
+            if peers.count > 1:
+                peers.fail(error)
+            raise
+
+    def _write(self, item_dir: Path, peers: Rendezvous) -> SaveReport:
         started = time.perf_counter()
         try:
             self._land()
-            segments, chunks = self._write_segments(item_dir, process)
-            written = time.perf_counter()
-            self._finish(item_dir, segments, chunks, process, process_count)
+            segments, chunks = self._write_segments(item_dir, peers.process)
         finally:
             self._release()
-        nbytes = sum(path.stat().st_size for path in item_dir.rglob("*") if path.is_file())
+        written = time.perf_counter()
+        nbytes = self._finish(item_dir, segments, chunks, peers)
         self.report = SaveReport(
             intent=self.intent,
-            rows=sum(len(segment.rows) for segment in self._segments if self._is_main(segment)),
+            rows=self._rows,
             total_rows=sum(group.rows for group in self._layout.groups),
             bytes_written=nbytes,
             base_bytes=base_bytes(self._layout.groups),
@@ -181,8 +204,6 @@ class PendingSave:
             digest_secs=time.perf_counter() - written,
             tables=stored.table_figures(self._layout.groups, self._layout.tables, segments),
         )
-        if self._embeddings.lineage is not None:
-            self._embeddings.lineage.wrote(self.intent.save_id, nbytes)
         return self.report
 
     def abandon(self) -> None:
@@ -190,8 +211,15 @@ class PendingSave:
         self.proceed.set()
         self._release()
 
-    def _is_main(self, segment: SegmentSource) -> bool:
-        return blocks.VALUES in segment.fields and segment.columns[0] == 0
+    @property
+    def _rows(self) -> int:
+        """Rows of tables in this part; those of several column ranges count once."""
+        held = [segment for segment in self._segments if blocks.VALUES in segment.fields]
+        first = {
+            segment.group: min(other.columns[0] for other in held if other.group == segment.group)
+            for segment in held
+        }
+        return sum(len(s.rows) for s in held if s.columns[0] == first[s.group])
 
     def _write_segments(
         self, item_dir: Path, process: int
@@ -231,7 +259,7 @@ class PendingSave:
                         group=source.group,
                         columns=source.columns,
                         count=len(source.rows),
-                        ranges=_ranges(source.rows),
+                        ranges=_spans(source.rows),
                         fields=tuple(source.fields),
                         arrays=found.entries,
                         encodings=tuple(field.encoding for field in stored),
@@ -273,7 +301,7 @@ class PendingSave:
         if not codec.lossless:
             return source.pieces(rows, on_host if source.on_host else chunk_rows)
         # Raw rows are written from where they are.
-        in_place = codec.name == "raw" and isinstance(rows, range)
+        in_place = codec.name == "raw" and not isinstance(rows, np.ndarray)
         return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
 
     def _finish(
@@ -281,22 +309,41 @@ class PendingSave:
         item_dir: Path,
         segments: list[Segment],
         chunks: Mapping[str, Digest],
-        process: int,
-        process_count: int,
-    ) -> None:
+        peers: Rendezvous,
+    ) -> int:
+        """Digests, then the manifest, in step with the other processes; bytes of the part."""
         fsync = self._embeddings.options.fsync
-        others = integrity.digest_tree(item_dir, skip=chunks.keys())
-        digests = Digests({**others.files, **chunks})
-        digests_crc32c = integrity.write_digests(
-            item_dir / layout.digests_name(process), digests, fsync=fsync
-        )
+        part = layout.part_dir(item_dir, peers.process)
+        others = integrity.digest_tree(item_dir, below=part, skip=chunks.__contains__)
+        digests = Digests.of({**others, **chunks})
+        digests_path = item_dir / layout.digests_name(peers.process)
+        digests_crc32c = integrity.write_digests(digests_path, digests, fsync=fsync)
+        if fsync:
+            files.fsync_folders(part)
+        record = self._manifest(segments, digests_crc32c, peers)
+        if peers.count > 1 and peers.process == 0:
+            parts = peers.collect(record)
+            record = dataclasses.replace(record, parts=parts)
+        elif peers.count > 1:
+            # Process 0 speaks for all; what it says is checked by its digest.
+            record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
+        data = manifest.to_bytes(record)
+        files.write_atomic(item_dir / layout.manifest_name(peers.process), data, fsync=fsync)
+        if peers.process > 0:
+            peers.await_index()
+        arrays_bytes = sum(length for length, _, _ in digests.files.values())
+        return arrays_bytes + digests_path.stat().st_size + len(data)
+
+    def _manifest(
+        self, segments: list[Segment], digests_crc32c: int, peers: Rendezvous
+    ) -> Manifest:
         record = Manifest(
             kind=self.intent.kind,
             save_id=self.intent.save_id,
             parent=self.intent.parent,
             reason=self.intent.reason,
-            process=process,
-            process_count=process_count,
+            process=peers.process,
+            process_count=peers.count,
             groups=self._planned_groups(),
             tables=self._layout.tables,
             segments=tuple(segments),
@@ -306,10 +353,20 @@ class PendingSave:
             item_digests_crc32c=digests_crc32c,
             writers=__about__.writer_versions(),
             restores=self.intent.restores,
-            features=self._features(segments),
+            features=self._features(segments, peers.count),
         )
-        name = layout.manifest_name(process)
-        files.write_atomic(item_dir / name, manifest.to_bytes(record), fsync=fsync)
+        if peers.count == 1:
+            return record
+        return dataclasses.replace(
+            record,
+            plan_crc32c=manifest.plan_crc32c(record),
+            owned_cells=self._owned.cells,
+            covers=tuple(
+                self._owned.cover(group)
+                for group in self._layout.groups
+                if any(segment.group == group.name for segment in segments)
+            ),
+        )
 
     def _planned_groups(self) -> tuple[GroupEntry, ...]:
         """The groups with the codecs that this save planned."""
@@ -324,11 +381,12 @@ class PendingSave:
             for group in self._layout.groups
         )
 
-    def _features(self, segments: Sequence[Segment]) -> tuple[str, ...]:
+    def _features(self, segments: Sequence[Segment], processes: int) -> tuple[str, ...]:
         """What a reader must know: it must not take planned codecs for those that were used."""
         planned = {choice.codec for plan in self.plans.values() for choice in plan.values()}
         used = {encoding.codec for segment in segments for encoding in segment.encodings}
-        return () if planned | used == {"raw"} else (manifest.ENCODINGS,)
+        coded = () if planned | used == {"raw"} else (manifest.ENCODINGS,)
+        return (*coded, manifest.PARTS) if processes > 1 else coded
 
     def _land(self) -> None:
         """Waits for rows that are on their way from the training state."""
@@ -384,8 +442,9 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             }
             for group, choices in split.codecs.items()
         }
-        segments = extract.segment_sources(
-            split.layout, split.fields, _rows_of(embeddings, intent, names, staging), whole=whole
+        stamps = {} if touched is None else {t: touched.stamps[key] for t, key in names.items()}
+        segments, owned = extract.segment_sources(
+            split.layout, split.fields, stamps, intent.since_clock, staging
         )
         nbytes = sum(segment.nbytes for segment in segments)
         _require_room(step_dir.parent, nbytes, step)
@@ -404,7 +463,7 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             taken.give_back(staging)
         raise
     extract_secs = time.perf_counter() - started
-    return PendingSave(embeddings, intent, segments, copied, plans, staging, extract_secs)
+    return PendingSave(embeddings, intent, segments, copied, plans, staging, extract_secs, owned)
 
 
 def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
@@ -413,7 +472,7 @@ def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
 
 def _write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
     """Writes which rows a segment holds, where ranges do not say it."""
-    if isinstance(rows, range):
+    if not isinstance(rows, np.ndarray):
         return StoredArrays((), {})
     encoded = gaps.encode_gaps(rows)
     entry = arrays.array_entry(layout.GAPS, encoded.shape, encoded.dtype, zstd=True)
@@ -434,23 +493,6 @@ def _itemsize(dtype: str) -> int:
     return codecs.dtype_of(dtype).itemsize
 
 
-def _rows_of(
-    embeddings: Embeddings, intent: Intent, names: Mapping[str, str], staging: Staging
-) -> dict[str, blocks.Rows]:
-    if intent.since_clock is None or embeddings.touched is None:
-        return {group.name: range(group.rows) for group in embeddings.split.layout.groups}
-    stamps, since = embeddings.touched.stamps, intent.since_clock
-    tables = sorted(embeddings.split.layout.tables, key=lambda table: table.offset)
-    found = [
-        staging.submit(extract.touched_rows, stamps[names[table.name]], since, table.offset)
-        for table in tables
-    ]
-    parts: dict[str, list[np.ndarray]] = {g.name: [] for g in embeddings.split.layout.groups}
-    for table, rows in zip(tables, found, strict=True):
-        parts[table.group].append(rows.result())
-    return {name: np.concatenate(rows) for name, rows in parts.items()}
-
-
 def _require_room(root: Path, nbytes: int, step: int) -> None:
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = files.free_bytes(existing)
@@ -461,5 +503,5 @@ def _require_room(root: Path, nbytes: int, step: int) -> None:
         )
 
 
-def _ranges(rows: blocks.Rows) -> tuple[tuple[int, int], ...] | None:
-    return ((rows.start, rows.stop),) if isinstance(rows, range) else None
+def _spans(rows: blocks.Rows) -> tuple[blocks.Span, ...] | None:
+    return None if isinstance(rows, np.ndarray) else blocks.spans_of(rows)

@@ -8,6 +8,8 @@ hold different rows, so they run in parallel, and a save is finished before the 
 
 from __future__ import annotations
 
+import bisect
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -20,24 +22,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from deltackpt import blocks, codecs, layout, merge
-from deltackpt.blocks import EncodedBlock, RowBlock, Rows
+from deltackpt import blocks, codecs, layout, manifest, merge, ownership
+from deltackpt.blocks import EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.chain import SaveInfo
-from deltackpt.errors import (
-    RestoreError,
-    TemplateMismatch,
-)
-from deltackpt.manifest import ArrayEntry, FieldSpec, Manifest, Segment
+from deltackpt.errors import Damaged, RestoreError, TemplateMismatch
+from deltackpt.manifest import ArrayEntry, Cover, FieldSpec, GroupEntry, Segment
 from deltackpt.merge import Target
+from deltackpt.ownership import Box
 from deltackpt.staging import Staging
 from deltackpt.storage import files, gaps
-from deltackpt.stored import (
-    StoredSave,
-    check_complete,
-    entry_bytes,
-    raise_if_removed,
-    read_chain,
-)
+from deltackpt.stored import StoredPart, StoredSave, raise_if_removed, read_chain
 from deltackpt.tables import Layout
 
 #: Called with (bytes read so far, bytes to read in all), from a background thread.
@@ -48,25 +42,40 @@ _READERS = 2
 _SCRATCH_BYTES = 128 * 2**20
 
 
+#: Table name to field name to the boxes of it that this process needs.
+Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoredTables:
-    """Merged tables and slots in host memory.
+    """Merged tables and slots.
 
     Attributes:
-      fields: table name to field name to array, (rows asked for, *trailing).
-      rows: table name to the half-open range of rows that was asked for.
+      buffers: table name to field name to box to array in host memory, (rows, *trailing) of the
+        box.
+      placed: what ``place`` made of them, where that was asked for.
       layout: tables and groups of the step.
       chain: the saves that were read, base first.
       bytes_read: bytes of the stored arrays that were read.
       seconds: wall time of reading and merging.
     """
 
-    fields: dict[str, dict[str, np.ndarray]]
-    rows: dict[str, tuple[int, int]]
+    buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
     layout: Layout
     chain: tuple[SaveInfo, ...]
     bytes_read: int
     seconds: float
+    placed: dict[str, dict[str, Any]] | None = None
+
+    @property
+    def fields(self) -> dict[str, dict[str, Any]]:
+        """Table name to field name to array: where it was placed, else the one box in memory."""
+        if self.placed is not None:
+            return self.placed
+        return {
+            name: {field: next(iter(held.values())) for field, held in fields.items()}
+            for name, fields in self.buffers.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,21 +100,14 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
       RestoreError: what is wrong with the step, or with what was asked for.
     """
     saves = read_chain(item_dir.parent, item_dir.name)
-    wanted = None
-    if abstract is not None and abstract.tables is not None:
-        wanted = dict.fromkeys(abstract.tables)
-        stored = abstract_of(saves[-1]).tables or {}
-        for name, fields in abstract.tables.items():
-            for field, leaf in fields.items():
-                _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
-    merged = restore_tables(saves, wanted=wanted)
     if abstract is None or abstract.tables is None:
-        return merged
-    chosen = {
-        name: {field: merged.fields[name][field] for field in fields}
-        for name, fields in abstract.tables.items()
-    }
-    return dataclasses.replace(merged, fields=place(chosen, abstract.tables))
+        return restore_tables(saves)
+    stored = abstract_of(saves[-1]).tables or {}
+    for name, fields in abstract.tables.items():
+        for field, leaf in fields.items():
+            _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
+    merged = restore_tables(saves, wanted=wanted_of(abstract.tables))
+    return dataclasses.replace(merged, placed=place(merged.buffers, abstract.tables))
 
 
 def abstract_of(save: StoredSave) -> AbstractEmbeddings:
@@ -136,30 +138,29 @@ def _check_leaf(name: str, field: str, wanted: Any, stored: Any) -> None:
 def restore_tables(
     saves: Sequence[StoredSave],
     *,
-    wanted: Mapping[str, tuple[int, int] | None] | None = None,
+    wanted: Wanted | None = None,
     progress: Progress | None = None,
 ) -> RestoredTables:
-    """Reads and merges a chain.
+    """Reads and merges a chain; only what is wanted, and the parts that hold it.
 
     Args:
       saves: a chain of ``read_chain``.
-      wanted: table name to half-open row range, None for all its rows; by default every table.
+      wanted: what to restore; by default every table and slot as a whole.
       progress: called as bytes are read.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
-      TemplateMismatch: a wanted table or range does not exist.
+      TemplateMismatch: a wanted table or box does not exist.
     """
     started = time.perf_counter()
     target_layout = saves[-1].layout
-    rows = _wanted_rows(target_layout, wanted)
-    fields, targets = _buffers(target_layout, rows)
-    check_complete(saves[0])
+    buffers, targets = _buffers(target_layout, wanted)
     scratch = Staging(_SCRATCH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-read") as pool:
         try:
             work = list(pool.map(lambda save: _pieces(save, targets), saves))
+            _check_covered(saves[0], targets, work[0])
             meter = _Meter(sum(piece.nbytes for pieces in work for piece in pieces), progress)
             for pieces in work:
                 for future in [pool.submit(piece.run, meter, scratch) for piece in pieces]:
@@ -169,8 +170,7 @@ def restore_tables(
             raise_if_removed(saves, error)
             raise
     return RestoredTables(
-        fields=fields,
-        rows=rows,
+        buffers=buffers,
         layout=target_layout,
         chain=tuple(save.info for save in saves),
         bytes_read=meter.done,
@@ -178,31 +178,94 @@ def restore_tables(
     )
 
 
+def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
+    """What this process needs of some tables: the boxes of its shards, else all.
+
+    Args:
+      templates: table name to field name to the template's leaf.
+    """
+    return {
+        name: {field: sorted(set(_boxes(leaf).values())) for field, leaf in fields.items()}
+        for name, fields in templates.items()
+    }
+
+
+def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
+    """All fields of some tables, of each a half-open range of rows.
+
+    Args:
+      target: the layout of the step.
+      rows: table name to the range, None for all rows.
+
+    Raises:
+      TemplateMismatch: there is no such table, or it has fewer rows.
+    """
+    tables = {table.name: table for table in target.tables}
+    groups = {group.name: group for group in target.groups}
+    found: dict[str, dict[str, list[Box]]] = {}
+    for name, span in rows.items():
+        if name not in tables:
+            raise TemplateMismatch(
+                f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
+                "step; ask for one of them"
+            )
+        start, stop = span if span is not None else (0, tables[name].rows)
+        if not 0 <= start <= stop <= tables[name].rows:
+            raise TemplateMismatch(
+                f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "
+                f"[{start}, {stop}); ask for rows that the step holds"
+            )
+        found[name] = {
+            spec.name: [Box((start, stop), (0, manifest.width(spec.trailing)))]
+            for spec in groups[tables[name].group].fields
+        }
+    return found
+
+
 def place(
-    fields: Mapping[str, Mapping[str, np.ndarray]], templates: Mapping[str, Mapping[str, Any]]
+    buffers: Mapping[str, Mapping[str, Mapping[Box, np.ndarray]]],
+    templates: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     """Puts merged buffers where the template's leaves are: in their shardings, or on the host.
 
     Args:
-      fields: table name to field name to host buffer.
+      buffers: table name to field name to box to host buffer, as ``wanted_of`` asked for them.
       templates: likewise to the template's leaf; a numpy leaf keeps the buffer as it is.
     """
     return {
-        name: {field: _placed(buffer, templates[name][field]) for field, buffer in held.items()}
-        for name, held in fields.items()
+        name: {field: _placed(held, templates[name][field]) for field, held in fields.items()}
+        for name, fields in buffers.items()
     }
 
 
-def _placed(buffer: np.ndarray, template: Any) -> Any:
+def _boxes(leaf: Any) -> dict[Any, Box]:
+    """The box of each device of this process; of one device, or of none, all of the leaf."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return {None: ownership.whole(leaf.shape)}
+    return ownership.boxes(sharding, leaf.shape)
+
+
+def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
     if isinstance(template, np.ndarray):
+        [buffer] = held.values()
         return buffer
     sharding = getattr(template, "sharding", None)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if len(sharding.device_set) == 1:
-        # The buffer is ours alone and aligned: the CPU backend may keep it without a copy.
+        [buffer] = held.values()
         return jax.device_put(buffer, sharding, may_alias=True)
-    return jax.make_array_from_callback(buffer.shape, sharding, lambda index: buffer[index])
+    boxes = ownership.boxes(sharding, template.shape)
+    # A buffer is ours alone and aligned: the CPU backend may keep it without a copy, for one
+    # device. Two would overwrite each other's rows where both are donated.
+    once = {box for box, count in collections.Counter(boxes.values()).items() if count == 1}
+    arrays = [
+        jax.device_put(held[box], jax.sharding.SingleDeviceSharding(device), may_alias=box in once)
+        for device, box in boxes.items()
+    ]
+    return jax.make_array_from_single_device_arrays(
+        template.shape, sharding, arrays, dtype=template.dtype
+    )
 
 
 def check_template(expected: Layout, save: StoredSave) -> None:
@@ -232,52 +295,87 @@ def _described(target: Layout) -> dict[str, str]:
     }
 
 
-def _wanted_rows(
-    target: Layout, wanted: Mapping[str, tuple[int, int] | None] | None
-) -> dict[str, tuple[int, int]]:
-    tables = {table.name: table for table in target.tables}
-    chosen = dict.fromkeys(tables) if wanted is None else dict(wanted)
-    rows = {}
-    for name, span in chosen.items():
-        if name not in tables:
-            raise TemplateMismatch(
-                f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
-                "step; ask for one of them"
-            )
-        start, stop = span if span is not None else (0, tables[name].rows)
-        if not 0 <= start <= stop <= tables[name].rows:
-            raise TemplateMismatch(
-                f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "
-                f"[{start}, {stop}); ask for rows that the step holds"
-            )
-        rows[name] = (start, stop)
-    return rows
-
-
 def _buffers(
-    target: Layout, rows: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, dict[str, np.ndarray]], list[Target]]:
+    target: Layout, wanted: Wanted | None
+) -> tuple[dict[str, dict[str, dict[Box, np.ndarray]]], Targets]:
+    if wanted is None:
+        wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
     groups = {group.name: group for group in target.groups}
-    fields: dict[str, dict[str, np.ndarray]] = {}
+    buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
     targets = []
     for table in target.tables:
-        if table.name not in rows:
-            continue
-        start, stop = rows[table.name]
-        fields[table.name] = {}
-        for spec in groups[table.group].fields:
-            buffer = files.empty_buffer((stop - start, *spec.trailing), codecs.dtype_of(spec.dtype))
-            fields[table.name][spec.name] = buffer
-            targets.append(
-                Target(
-                    group=table.group,
-                    field=spec.name,
-                    rows=(table.offset + start, table.offset + stop),
-                    columns=(0, spec.trailing[0] if spec.trailing else 1),
-                    buffer=buffer,
+        asked = wanted.get(table.name, {})
+        group = groups[table.group]
+        for spec in group.fields:
+            for box in asked.get(spec.name, ()):
+                (start, stop), (first, last) = box
+                trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
+                buffer = files.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
+                held = buffers.setdefault(table.name, {}).setdefault(spec.name, {})
+                held[box] = buffer
+                targets.append(
+                    Target(
+                        group=group.name,
+                        field=spec.name,
+                        rows=(table.offset + start, table.offset + stop),
+                        columns=box.columns if group.columns(spec) is not None else None,
+                        buffer=buffer,
+                    )
                 )
-            )
-    return fields, targets
+    return buffers, Targets(targets, target)
+
+
+class Targets:
+    """The buffers that a restore fills, by group, field and rows."""
+
+    def __init__(self, targets: Sequence[Target], target: Layout):
+        """Sorts them.
+
+        Args:
+          targets: boxes of one field are cut by a grid: their rows are the same or disjoint.
+          target: the layout of the step.
+        """
+        self.all = tuple(targets)
+        self._layout = target
+        self._sorted: dict[tuple[str, str], list[Target]] = {}
+        for one in sorted(targets, key=lambda one: one.rows):
+            self._sorted.setdefault((one.group, one.field), []).append(one)
+
+    def over(self, group: str, field: str, rows: Span, columns: Span) -> tuple[Target, ...]:
+        """Those of a field that share rows and columns with a segment."""
+        found = self._sorted.get((group, field), [])
+        low = bisect.bisect_right(found, rows[0], key=lambda one: one.rows[1])
+        high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
+        return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
+
+    def touch(self, cover: Cover) -> bool:
+        """Whether a part with such rows may hold any of them: no work for each of its tables."""
+        wanted = self._covers.get(cover.group)
+        return (
+            wanted is not None
+            and _meet(wanted.share, cover.share)
+            and _meet(wanted.columns, cover.columns)
+            and any(_meet(one, other) for one in wanted.tables for other in cover.tables)
+        )
+
+    @functools.cached_property
+    def _covers(self) -> dict[str, Cover]:
+        """Group to where its targets lie."""
+        return {
+            group.name: cover
+            for group in self._layout.groups
+            if (cover := self._cover(group)) is not None
+        }
+
+    def _cover(self, group: GroupEntry) -> Cover | None:
+        targets = [one for one in self.all if one.group == group.name]
+        spans = blocks.rows_of(one.rows for one in targets)
+        columns = [one.columns or (0, group.width) for one in targets]
+        return manifest.cover(group, self._layout.tables, spans, columns) if len(spans) else None
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])
 
 
 class _Meter:
@@ -310,7 +408,7 @@ class _Piece:
     def nbytes(self) -> int:
         """Stored bytes of the piece."""
         return sum(
-            entry_bytes(entry) * (self.stop - self.start) // max(1, self.field.segment.count)
+            entry.nbytes * (self.stop - self.start) // max(1, self.field.segment.count)
             for entry in (*self.field.stored.values(), *self.field.beside)
         )
 
@@ -332,8 +430,8 @@ class _Piece:
             first, last = target.rows
             if first <= self.rows.start and self.rows.stop <= last:
                 view = target.buffer[self.rows.start - first : self.rows.stop - first]
-                width = self.field.stored[""].shape[1:]
-                return view if view.shape[1:] == width else None
+                same = target.columns in (None, self.field.segment.columns)
+                return view if same and len(self.targets) == 1 else None
         return None
 
     def _merge(self, scratch: Staging) -> None:
@@ -372,10 +470,9 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StoredField:
-    """One field of a segment: its spec with the codec that it was stored by."""
+    """One field of a segment: its spec as the segment has it."""
 
-    save: StoredSave
-    process: int
+    part: StoredPart
     segment: Segment
     spec: FieldSpec
 
@@ -412,65 +509,77 @@ class _StoredField:
 
     def read(self, entry: ArrayEntry, start: int, stop: int, out: np.ndarray) -> None:
         """Reads rows of one of the arrays."""
-        self.save.read_array(self.process, self.segment, entry, start, stop, out)
+        self.part.read_array(self.segment, entry, start, stop, out)
 
 
-def _pieces(save: StoredSave, targets: Sequence[Target]) -> list[_Piece]:
+def _pieces(save: StoredSave, targets: Targets) -> list[_Piece]:
     """The work of one save, in pieces of different rows."""
     found = []
-    for record in save.manifests:
-        groups = record.group_by_name
-        for segment in record.segments:
-            specs = {spec.name: spec for spec in groups[segment.group].fields}
+    for part in save.parts(targets.touch):
+        for segment in part.record.segments:
+            rows = _rows(part, segment, targets)
+            if rows is None:
+                continue
             for field in segment.fields:
-                chosen = tuple(t for t in targets if (t.group, t.field) == (segment.group, field))
-                if chosen:
-                    stored = _StoredField(save, record.process, segment, segment.spec(specs[field]))
-                    found += _field_pieces(stored, record, chosen)
+                spec = segment.spec(part.groups[segment.group], field)
+                found += _field_pieces(_StoredField(part, segment, spec), rows, targets)
     return found
 
 
-def _field_pieces(
-    stored: _StoredField, record: Manifest, targets: tuple[Target, ...]
-) -> Iterator[_Piece]:
+def _field_pieces(stored: _StoredField, rows: Rows, targets: Targets) -> Iterator[_Piece]:
     chunk_rows = stored.stored[""].chunk_rows
-    for rows, first in _runs(stored.save, record, stored.segment):
-        spans = [blocks.row_slice(rows, *target.rows) for target in targets]
-        for start, stop in _merged(spans):
-            while start < stop:
-                position = first + start
-                chunk_end = (position // chunk_rows + 1) * chunk_rows - first
-                end = min(stop, chunk_end)
-                yield _Piece(stored, rows[start:end], position, first + end, targets)
-                start = end
+    segment, field = stored.segment, stored.spec.name
+
+    def over(part: Rows) -> tuple[Target, ...]:
+        return targets.over(segment.group, field, _reach(part), segment.columns)
+
+    wanted = [blocks.row_slice(rows, *target.rows) for target in over(rows)]
+    for start, stop in blocks.joined((span.start, span.stop) for span in wanted):
+        while start < stop:
+            end = min(stop, (start // chunk_rows + 1) * chunk_rows)
+            part = rows[start:end]
+            yield _Piece(stored, part, start, end, over(part))
+            start = end
 
 
-def _runs(save: StoredSave, record: Manifest, segment: Segment) -> Iterator[tuple[Rows, int]]:
-    """(virtual rows, position of the first) of a segment's ranges, or of its gap-coded rows."""
-    if segment.ranges is None:
-        yield _read_rows(save, record, segment), 0
-        return
-    position = 0
-    for start, stop in segment.ranges:
-        yield range(start, stop), position
-        position += stop - start
+def _reach(rows: Rows) -> Span:
+    """From the first to the last of some rows."""
+    if isinstance(rows, Ranges):
+        return rows.spans[0][0], rows.spans[-1][1]
+    return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
-def _merged(spans: Sequence[slice]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((span.start, span.stop) for span in spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        elif start < stop:
-            merged.append((start, stop))
-    return merged
+def _check_covered(base: StoredSave, targets: Targets, pieces: Sequence[_Piece]) -> None:
+    """A base must hold every row of what is wanted, exactly once."""
+    found: dict[int, int] = collections.Counter()
+    for piece in pieces:
+        for target in piece.targets:
+            held = blocks.row_slice(piece.rows, *target.rows)
+            common = target.overlap(piece.field.segment.columns)
+            assert common is not None
+            found[id(target)] += (held.stop - held.start) * (common[1] - common[0])
+    for target in targets.all:
+        columns = target.columns or (0, 1)
+        wanted = (target.rows[1] - target.rows[0]) * (columns[1] - columns[0])
+        if found[id(target)] != wanted:
+            raise Damaged(
+                f"{base.step_dir.name}/{base.item}",
+                f"a base with {wanted} cells of {target.group}.{target.field}, rows {target.rows}",
+                f"{found[id(target)]}",
+            )
 
 
-def _read_rows(save: StoredSave, record: Manifest, segment: Segment) -> np.ndarray:
-    """The touched rows of a segment, checked against its group."""
+def _rows(part: StoredPart, segment: Segment, targets: Targets) -> Rows | None:
+    """The rows of a segment, checked against its group; None where none of them is wanted."""
+    total = part.groups[segment.group].rows
+    if segment.ranges is not None:
+        return blocks.rows_of(segment.ranges)
+    if not any(
+        targets.over(segment.group, field, (0, total), segment.columns) for field in segment.fields
+    ):
+        return None
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
     out = np.empty(entry.shape, np.dtype(entry.dtype))
-    save.read_array(record.process, segment, entry, 0, entry.shape[0], out)
-    name = f"{save.step_dir.name}/{save.item}/part.{record.process}/{segment.name}/{entry.name}"
-    total = record.group_by_name[segment.group].rows
+    part.read_array(segment, entry, 0, entry.shape[0], out)
+    name = "/".join(part.directory(segment, entry).parts[-5:])
     return gaps.decode_gaps(out, total_rows=total, name=name)

@@ -87,6 +87,8 @@ class Root:
     ) -> Root:
         """Opens a directory; a trainer makes it where needed, and takes its lease.
 
+        Of several processes one takes the lease for all; the others open it read-only.
+
         Args:
           directory: a path of a local or network file system.
           item: name of our item in a step.
@@ -145,16 +147,20 @@ class Root:
             found[step] = self._known.get(name)
         return found
 
-    def check_step_files(self, step_dir: Path) -> None:
+    def check_step_files(self, step_dir: Path, share: tuple[int, int] = (0, 1)) -> None:
         """Checks the files of a step that carry no checksum of their own, dense ones included.
+
+        Args:
+          step_dir: the step.
+          share: ``(i, n)`` checks the i-th of n parts of them, which make up all.
 
         Raises:
           Damaged: the first that is missing or altered.
         """
-        record = stored.read_save(step_dir, self._item).manifests[0]
+        record = stored.read_save(step_dir, self._item).head
         if "step" not in record.digests:
             return
-        for damage in check_step_files(step_dir):
+        for damage in check_step_files(step_dir, share):
             raise damage
 
     def check_lease(self) -> None:
@@ -191,7 +197,7 @@ class Root:
           The steps that were moved.
         """
         later = sorted((found for found in self.steps() if found > step), reverse=True)
-        if not later:
+        if not later or self._lease is None:
             return []
         aside = self.path / layout.ROLLED_BACK / run
         with files.typed_errors(aside, "make a directory"):
@@ -212,6 +218,8 @@ class Root:
 
         To another trainer's holder these are no leftovers but its save in flight.
         """
+        if self._lease is None:
+            return
         try:
             self.check_lease()
         except FencedError:
@@ -246,7 +254,7 @@ class Root:
 
     def collect(self) -> None:
         """Empties the trash in the background; a failure surfaces at the next call or close."""
-        if self._collected.done():
+        if self._lease is not None and self._collected.done():
             self._collected.result()
             self._collected = self._collector.submit(self.empty_trash)
 

@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
-from deltackpt import blocks, chain, codecs, integrity, layout, manifest
+from deltackpt import chain, codecs, integrity, layout, manifest
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     BrokenChain,
@@ -26,6 +27,7 @@ from deltackpt.errors import (
 from deltackpt.events import TableFigures
 from deltackpt.manifest import (
     ArrayEntry,
+    Cover,
     Encoding,
     FieldSpec,
     GroupEntry,
@@ -34,6 +36,7 @@ from deltackpt.manifest import (
     TableEntry,
 )
 from deltackpt.storage import arrays, files
+from deltackpt.storage.arrays import ChunkSums
 from deltackpt.tables import Layout
 
 _GONE_CHECKS = 5
@@ -42,48 +45,62 @@ _GONE_INTERVAL_SECS = 0.1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredSave:
-    """A committed save as its manifests describe it, process 0 first."""
+    """A committed save; ``head`` is the manifest of process 0, the others are read when needed."""
 
     info: SaveInfo
     step_dir: Path
     item: str
-    manifests: tuple[Manifest, ...]
+    head: Manifest
 
     @property
     def item_dir(self) -> Path:
         """Directory of our item in the step."""
         return self.step_dir / self.item
 
-    @functools.cached_property
-    def checksums(self) -> dict[str, dict[str, int]]:
-        """Directory of each array below the item's to its chunks' paths and CRC32Cs."""
-        found: dict[str, dict[str, int]] = {}
-        for record in self.manifests:
-            digests = integrity.read_item_digests(self.item_dir, record)
-            for name, (_, _, tail) in digests.files.items():
-                array, _, chunk = name.rpartition("/c/")
-                found.setdefault(array, {})[f"c/{chunk}"] = tail
-        return found
+    def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
+        """The parts with rows that are wanted, by process; all of them by default.
 
-    def read_array(
-        self,
-        process: int,
-        segment: Segment,
-        entry: ArrayEntry,
-        start: int,
-        stop: int,
-        out: np.ndarray,
-    ) -> None:
-        """Reads rows of one stored array, every chunk verified to be the one written there."""
-        directory = layout.array_dir(self.item_dir, process, segment.name, entry.name)
-        name = directory.relative_to(self.item_dir).as_posix()
-        checksums = self.checksums.get(name, {})
-        arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
+        Args:
+          wanted: whether something that lies within a cover is wanted.
+
+        Raises:
+          Damaged: a manifest is missing, altered, or another one.
+        """
+        if not self.head.parts:
+            return [self._part(0)]
+        return [
+            self._part(part.process)
+            for part in self.head.parts
+            if wanted is None or any(map(wanted, part.covers))
+        ]
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """What every process wrote."""
+        return tuple(part.record for part in self.parts())
+
+    @functools.cached_property
+    def _read(self) -> dict[int, StoredPart]:
+        return {0: StoredPart(self.item_dir, self.head, self.head.group_by_name)}
+
+    def _part(self, process: int) -> StoredPart:
+        if process not in self._read:
+            name = layout.manifest_name(process)
+            data = files.read_bytes(self.item_dir / name)
+            expected = self.head.parts[process].crc32c
+            if (found := google_crc32c.value(data)) != expected:
+                shown = f"{self.step_dir.name}/{self.item}/{name}"
+                raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
+            record = manifest.from_bytes(data, name=f"{self.step_dir.name}/{self.item}/{name}")
+            groups = self.head.group_by_name
+            _check_codecs(record, groups, f"{self.step_dir.name}/{self.item}/{name}")
+            self._read[process] = StoredPart(self.item_dir, record, groups)
+        return self._read[process]
 
     @property
     def layout(self) -> Layout:
         """Tables and groups of the save, whatever its codecs."""
-        first = self.manifests[0]
+        first = self.head
         plain = FieldSpec.codec
         return Layout(
             groups=tuple(
@@ -97,6 +114,44 @@ class StoredSave:
             dense=first.dense,
             tracking_paths=first.tracking_paths,
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredPart:
+    """What one process wrote of a save.
+
+    Attributes:
+      item_dir: directory of our item in the step.
+      record: its manifest.
+      groups: the save's groups by name.
+    """
+
+    item_dir: Path
+    record: Manifest
+    groups: Mapping[str, GroupEntry]
+
+    @functools.cached_property
+    def checksums(self) -> dict[str, dict[str, ChunkSums]]:
+        """Directory of each array below the item's to its chunks' paths and checksums."""
+        found: dict[str, dict[str, ChunkSums]] = {}
+        digests = integrity.read_item_digests(self.item_dir, self.record)
+        for name in digests.files:
+            array, _, chunk = name.rpartition("/c/")
+            found.setdefault(array, {})[f"c/{chunk}"] = digests.chunk(name)
+        return found
+
+    def directory(self, segment: Segment, entry: ArrayEntry) -> Path:
+        """Directory of a stored array."""
+        return layout.array_dir(self.item_dir, self.record.process, segment.name, entry.name)
+
+    def read_array(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads rows of one stored array, every chunk verified to be the one written there."""
+        directory = self.directory(segment, entry)
+        name = directory.relative_to(self.item_dir).as_posix()
+        checksums = self.checksums.get(name, {})
+        arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
 
 
 def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
@@ -120,36 +175,27 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
             f"{sorted(path.name for path in step_dir.iterdir())}; check the directory and the "
             "item's name, or restore it with the library that wrote it"
         )
-    names = {layout.manifest_process(path.name): path for path in item_dir.iterdir()}
-    paths = {process: path for process, path in names.items() if process is not None}
-    if 0 not in paths:
-        raise Damaged(
-            f"{step_dir.name}/{item}/{layout.manifest_name(0)}", "a manifest", "no such file"
-        )
-    records = [
-        manifest.from_bytes(files.read_bytes(path), name=f"{step_dir.name}/{item}/{path.name}")
-        for _, path in sorted(paths.items())
-    ]
-    chain.check_parts(records)
-    _check_codecs(records, f"{step_dir.name}/{item}")
-    first = records[0]
-    info = SaveInfo(
-        save_id=first.save_id,
-        kind=first.kind,
-        parent=first.parent,
-        step_dir=step_dir.name,
-        nbytes=sum(stored_bytes(record) for record in records),
+    name = f"{step_dir.name}/{item}/{layout.manifest_name(0)}"
+    head = manifest.from_bytes(
+        files.read_bytes(item_dir / layout.manifest_name(0), name), name=name
     )
-    return StoredSave(info, step_dir, item, tuple(records))
+    chain.check_index(head)
+    _check_codecs(head, head.group_by_name, name)
+    info = SaveInfo(
+        save_id=head.save_id,
+        kind=head.kind,
+        parent=head.parent,
+        step_dir=step_dir.name,
+        nbytes=head.nbytes,
+    )
+    return StoredSave(info, step_dir, item, head)
 
 
-def _check_codecs(records: Sequence[Manifest], name: str) -> None:
+def _check_codecs(record: Manifest, groups: Mapping[str, GroupEntry], name: str) -> None:
     unknown = {
-        segment.spec(spec).codec
-        for record in records
+        segment.spec(groups[segment.group], field).codec
         for segment in record.segments
-        for spec in record.group_by_name[segment.group].fields
-        if spec.name in segment.fields
+        for field in segment.fields
     }.difference(codecs.names())
     if unknown:
         raise FormatTooNew(
@@ -194,7 +240,8 @@ def _figures(
 ) -> TableFigures:
     """Figures of the table that stands at ``place`` in its group."""
     # Segments of other columns hold the same rows again.
-    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == 0)
+    first = min((segment.columns[0] for segment, _ in parts), default=0)
+    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == first)
     nbytes = sum(
         round(part.nbytes * part.rows[place] / max(1, sum(part.rows))) for _, part in parts
     )
@@ -210,11 +257,6 @@ def _figures(
         ratio=nbytes / max(1, rows * row_bytes),
         relative_error=math.sqrt(error / norm) if norm else 0.0,
     )
-
-
-def stored_bytes(record: Manifest) -> int:
-    """Bytes of a part's arrays, before any compression."""
-    return sum(entry_bytes(entry) for segment in record.segments for entry in segment.arrays)
 
 
 def read_chain(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> tuple[StoredSave, ...]:
@@ -258,29 +300,3 @@ def raise_if_removed(saves: Sequence[StoredSave], cause: RestoreError) -> None:
                 ) from cause
         if check + 1 < _GONE_CHECKS:
             time.sleep(_GONE_INTERVAL_SECS)
-
-
-def check_complete(base: StoredSave) -> None:
-    """A base must hold every row of every field."""
-    covered: dict[tuple[str, str], int] = {}
-    for record in base.manifests:
-        for segment in record.segments:
-            width = segment.columns[1] - segment.columns[0]
-            for field in segment.fields:
-                cells = segment.count * (width if field == blocks.VALUES else 1)
-                covered[segment.group, field] = covered.get((segment.group, field), 0) + cells
-    for group in base.layout.groups:
-        for spec in group.fields:
-            width = spec.trailing[0] if spec.name == blocks.VALUES and spec.trailing else 1
-            found = covered.get((group.name, spec.name), 0)
-            if found != group.rows * width:
-                raise Damaged(
-                    f"{base.step_dir.name}/{base.item}",
-                    f"a base with {group.rows * width} cells of {group.name}.{spec.name}",
-                    f"{found}",
-                )
-
-
-def entry_bytes(entry: ArrayEntry) -> int:
-    """Bytes of a stored array, before any compression."""
-    return int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(entry.dtype).itemsize

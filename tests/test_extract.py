@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import deltackpt
-from deltackpt import codecs, extract
+from deltackpt import blocks, codecs, extract
 from deltackpt.staging import Staging
 
 P = jax.sharding.PartitionSpec
@@ -25,14 +25,19 @@ P = jax.sharding.PartitionSpec
     rows=st.integers(1, 200).map(lambda n: 8 * n),
     since=st.integers(0, 4),
     seed=st.integers(0, 99),
+    data=st.data(),
 )
-def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed):
+def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, data):
+    ends = data.draw(st.lists(st.integers(0, rows), min_size=2, max_size=6).map(sorted))
+    spans = blocks.joined(zip(ends[::2], ends[1::2]))
     stamps = np.random.default_rng(seed).integers(0, 5, rows).astype(np.int32)
     mesh = jax.make_mesh((8,), ("x",))
     sharded = jax.device_put(stamps, jax.sharding.NamedSharding(mesh, P("x")))
-    expected = extract.touched_rows(stamps, since, 7)
+    wanted = [row for start, stop in spans for row in range(start, stop) if stamps[row] > since]
+    expected = extract.touched_rows(stamps, since, 7, spans)
+    assert expected.tolist() == [row + 7 for row in wanted]
     with mock.patch.object(extract, "on_host", lambda array: False):
-        found = extract.touched_rows(sharded, since, 7)
+        found = extract.touched_rows(sharded, since, 7, spans)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
 

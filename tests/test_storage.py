@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from unittest import mock
@@ -25,11 +26,11 @@ def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> 
     return entry
 
 
-def tails(directory: Path) -> dict[str, int]:
-    """What the digests say of each chunk: the CRC32C that it ends in."""
+def tails(directory: Path) -> dict[str, arrays.ChunkSums]:
+    """What digests without blocks say of each chunk: the CRC32C that it ends in."""
     return {
-        name: tail
-        for name, (_, _, tail) in integrity.digest_tree(directory).files.items()
+        name: arrays.ChunkSums(digest.tail)
+        for name, digest in integrity.digest_tree(directory).items()
         if name.startswith("c/")
     }
 
@@ -72,10 +73,57 @@ def test_digests_from_memory_are_those_of_the_files(tmp_path):
         entry = arrays.array_entry("a", values.shape, values.dtype)
         checksums = arrays.write_array(tmp_path / "a", entry, [values], fsync=True)
     computed = integrity.chunk_digests("a", entry, checksums)
-    read = integrity.digest_tree(tmp_path).files
+    computed = {name: digest._replace(blocks=b"") for name, digest in computed.items()}
+    read = integrity.digest_tree(tmp_path)
     assert len(computed) > 1
     assert computed.items() <= read.items()
     assert set(read) - set(computed) == {"a/zarr.json"}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 300),
+    width=st.integers(1, 9),
+    chunk=st.integers(50, 4000),
+    block=st.integers(1, 700),
+    data=st.data(),
+)
+def test_some_rows_of_a_chunk_cost_the_blocks_around_them(
+    tmp_path_factory, rows, width, chunk, block, data
+):
+    directory = tmp_path_factory.mktemp("array")
+    values = np.random.default_rng(rows).normal(size=(rows, width)).astype(np.float32)
+    read = []
+
+    real = os.preadv
+
+    def counted(file, buffers, offset):
+        read.append(sum(map(len, buffers)))
+        return real(file, buffers, offset)
+
+    with (
+        mock.patch.object(arrays, "CHUNK_BYTES", chunk),
+        mock.patch.object(arrays, "BLOCK_BYTES", block),
+        mock.patch.object(arrays.os, "preadv", counted),
+    ):
+        entry = arrays.array_entry("a", values.shape, values.dtype)
+        sums = arrays.write_array(directory, entry, [values], fsync=False)
+        start = data.draw(st.integers(0, rows))
+        stop = data.draw(st.integers(start, rows))
+        out = np.zeros((stop - start, width), np.float32)
+        arrays.read_array(directory, entry, start, stop, out, checksums=sums)
+        assert np.array_equal(out, values[start:stop])
+        chunks = -(-stop // entry.chunk_rows) - start // entry.chunk_rows
+        spare = 2 * (block - 1) + chunks * 4 + arrays.chunk_bytes(entry) * (stop == rows)
+        assert sum(read) <= out.nbytes + spare
+        if start < stop:
+            damaged = data.draw(st.integers(start, stop - 1))
+            path = arrays.chunk_path(directory, entry, damaged // entry.chunk_rows)
+            content = bytearray(path.read_bytes())
+            content[damaged % entry.chunk_rows * width * 4] ^= 1
+            path.write_bytes(content)
+            with pytest.raises(Damaged, match="c/"):
+                arrays.read_array(directory, entry, start, stop, out, checksums=sums)
 
 
 @pytest.mark.parametrize("zstd", [False, True])

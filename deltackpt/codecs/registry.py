@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from deltackpt.blocks import VALUES, EncodedBlock, RowBlock
+from deltackpt.blocks import EncodedBlock, RowBlock
 from deltackpt.codecs.codec import Codec, Lossless
 from deltackpt.codecs.dtypes import dtype_of
 from deltackpt.codecs.floats import BFLOAT16, FLOAT16
@@ -78,7 +78,10 @@ def array_name(field: str, suffix: str) -> str:
 
 
 def decode_block(encoded: EncodedBlock, specs: Iterable[FieldSpec]) -> RowBlock:
-    """Decodes the fields of a block, as their specs say; views where no bit changes."""
+    """Decodes the fields of a block, as their specs say; views where no bit changes.
+
+    Specs are those of the block's segment: ``Segment.spec``.
+    """
     fields = {spec.name: _decoded(encoded, spec) for spec in specs if spec.name in encoded.arrays}
     return RowBlock(encoded.group, encoded.rows, encoded.columns, fields)
 
@@ -89,9 +92,6 @@ def _decoded(encoded: EncodedBlock, spec: FieldSpec) -> np.ndarray:
     arrays = {suffix: encoded.arrays[name] for suffix, name in names.items()}
     if is_lossless(codec):
         return codec.rows_view(arrays[""], dtype)
-    trailing = spec.trailing
-    if spec.name == VALUES and trailing:
-        trailing = (encoded.columns[1] - encoded.columns[0], *trailing[1:])
-    out = np.empty((len(encoded.rows), *trailing), dtype)
+    out = np.empty((len(encoded.rows), *spec.trailing), dtype)
     codec.decode(arrays, out)
     return out

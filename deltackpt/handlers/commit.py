@@ -21,6 +21,7 @@ from deltackpt.handlers.orbax_private import (
     AtomicRenameTemporaryPath,
     step_metadata_file_path,
 )
+from deltackpt.integrity import Digests
 from deltackpt.storage import files
 
 
@@ -78,20 +79,24 @@ def temporary_path_class(
 
 
 def write_step_digests(step_dir: Path, item: str, *, fsync: bool) -> None:
-    """Digests of everything in a step that the item's own digests do not cover."""
-    covered: set[str] = set()
-    for path in sorted((step_dir / item).glob("digests.*.msgpack")):
-        covered |= {f"{item}/{name}" for name in integrity.read_digests(path).files}
-    digests = integrity.digest_tree(step_dir, skip=covered | {layout.STEP_DIGESTS})
+    """Digests of everything in a step that the item's own digests and its index do not cover."""
+
+    def covered(name: str) -> bool:
+        inner = name.removeprefix(f"{item}/")
+        return name == layout.STEP_DIGESTS or (inner != name and layout.is_of_part(inner))
+
+    digests = Digests.of(integrity.digest_tree(step_dir, skip=covered))
     integrity.write_digests(step_dir / layout.STEP_DIGESTS, digests, fsync=fsync)
 
 
 def sync_step(step_dir: Path, item: str) -> None:
-    """Forces a step to disk; the array files of our own parts are there already."""
+    """Forces a step to disk; each process has done so with what is its part."""
     with files.typed_errors(step_dir, "force to disk"):
-        for folder, _, names in os.walk(step_dir, topdown=False):
-            below = Path(folder).relative_to(step_dir).parts
-            if not (len(below) > 1 and below[0] == item and below[1].startswith("part.")):
-                for name in names:
-                    files.fsync_path(Path(folder, name))
+        for folder, folders, names in os.walk(step_dir):
+            inside = Path(folder).relative_to(step_dir)
+            if inside == Path(item):
+                folders[:] = [name for name in folders if not layout.is_of_part(name)]
+                names = [name for name in names if not layout.is_of_part(name)]
+            for name in names:
+                files.fsync_path(Path(folder, name))
             files.fsync_path(Path(folder))

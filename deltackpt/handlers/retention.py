@@ -33,11 +33,14 @@ class KeepChain:
       inner: the user's policy.
       protected: saves that must stay whatever the policy says; ``Lineage.protected``.
       saves: what each committed step is, None where it cannot be read; ``Root.saves``.
+      deletes: whether this process deletes; on the others the answer has no effect, and costs
+        nothing.
     """
 
     inner: PreservationPolicy
     protected: Callable[[], frozenset[SaveId]]
     saves: Callable[[], Mapping[int, SaveInfo | None]]
+    deletes: bool = True
 
     def should_preserve(
         self,
@@ -46,6 +49,8 @@ class KeepChain:
         context: _policies.PreservationContext,
     ) -> list[bool]:
         """Which checkpoints stay."""
+        if not self.deletes:
+            return [True] * len(checkpoints)
         wanted = list(self.inner.should_preserve(checkpoints, context=context))
         if all(wanted):
             return wanted

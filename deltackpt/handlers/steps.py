@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step will stand, from the temporary path that Orbax gives to a handler."""
+"""A save as a handler starts it, from the temporary path that Orbax gives it."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
+from deltackpt import pipeline
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
+from deltackpt.handlers.peers import Peers
+from deltackpt.lineage import Lineage, new_run
+from deltackpt.pipeline import Embeddings, PendingSave
+
+
+def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
+    """Takes the snapshot: the blocking half of a save without our manager.
+
+    Args:
+      embeddings: what to save.
+      item_dir: the item's directory, as Orbax names it; it need not exist yet.
+    """
+    if embeddings.lineage is None:
+        run = Peers(embeddings.options.peers_secs).agree("starting a save", new_run())
+        embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))
+    step_dir = final_step_dir(item_dir)
+    pending = pipeline.snapshot(embeddings, step_number(step_dir), step_dir)
+    pending.wait_copied()
+    pending.proceed.set()
+    return pending
 
 
 def final_step_dir(item_dir: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import pipeline, restore, stored
+from deltackpt import restore, stored
 from deltackpt.handlers import steps
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
@@ -38,10 +38,7 @@ class DeltaHandler(AsyncCheckpointHandler):
         item_dir = Path(directory)
         pending = args.item
         if isinstance(pending, Embeddings):
-            step_dir = steps.final_step_dir(item_dir)
-            pending = pipeline.snapshot(pending, steps.step_number(step_dir), step_dir)
-            pending.wait_copied()
-            pending.proceed.set()
+            pending = steps.started(pending, item_dir)
         taken = pending
 
         async def write() -> None:

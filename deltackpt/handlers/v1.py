@@ -10,7 +10,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from deltackpt import pipeline, restore, stored
+from deltackpt import restore, stored
 from deltackpt.handlers import steps
 from deltackpt.pipeline import Embeddings, PendingSave
 from deltackpt.restore import AbstractEmbeddings, RestoredTables
@@ -28,11 +28,7 @@ class DeltaCheckpointableHandler:
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Embeddings
     ) -> Awaitable[None]:
         """Takes the snapshot; the awaitable writes it."""
-        item_dir = Path(directory.path)
-        step_dir = steps.final_step_dir(item_dir)
-        pending = pipeline.snapshot(checkpointable, steps.step_number(step_dir), step_dir)
-        pending.wait_copied()
-        pending.proceed.set()
+        pending = steps.started(checkpointable, Path(directory.path))
 
         async def write() -> None:
             try:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
+import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -27,6 +29,8 @@ from deltackpt.storage import files
 
 #: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.
 CHUNK_BYTES = 16 << 20
+#: A read of some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
+BLOCK_BYTES = 128 << 10
 _CRC_BYTES = 4
 _CRC_PIECE_BYTES = 4 << 20
 #: Chunks of one array on their way to the disk: enough to keep it busy, 64 MiB of memory.
@@ -34,6 +38,18 @@ _WRITES_IN_FLIGHT = 4
 _ZSTD_LEVEL = 3
 #: Higher levels gain nothing on byte planes of floats.
 _PLANES_ZSTD_LEVEL = 1
+
+
+class ChunkSums(NamedTuple):
+    """Checksums of a chunk.
+
+    Attributes:
+      crc32c: of all its bytes; they stand behind them.
+      blocks: those of each ``BLOCK_BYTES`` of it, uint32 little endian; empty where not known.
+    """
+
+    crc32c: int
+    blocks: bytes = b""
 
 
 def array_entry(
@@ -71,7 +87,7 @@ def array_entry(
 
 def write_array(
     directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool
-) -> dict[str, int]:
+) -> dict[str, ChunkSums]:
     """Writes a new array from its pieces in order; see ``ArrayWriter``."""
     writer = ArrayWriter(directory, entry, fsync=fsync)
     for piece in pieces:
@@ -101,7 +117,7 @@ class ArrayWriter:
         self._chunk: np.ndarray | None = None
         self._held = 0
         self._writes: collections.deque[ts.WriteFutures] = collections.deque()
-        self._checksums: dict[str, int] = {}
+        self._checksums: dict[str, ChunkSums] = {}
         with _refusals(directory):
             self._store = ts.open(
                 _spec(directory, entry, fsync=fsync), create=True, context=_context(fsync)
@@ -127,12 +143,12 @@ class ArrayWriter:
                     self._write_held()
             rows = rows[taken:]
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, ChunkSums]:
         """Waits until everything is written.
 
         Returns:
-          Chunk path below the directory to the CRC32C that the chunk ends in, computed from the
-          memory that was written; empty where chunks are compressed.
+          Chunk path below the directory to its checksums, computed from the memory that was
+          written; empty where chunks are compressed.
 
         Raises:
           StorageError: the store refused, or the memory changed while it was written.
@@ -146,8 +162,8 @@ class ArrayWriter:
             raise ValueError(
                 f"{self._entry.name}: expected {self._entry.shape[0]} rows, found {self._done}"
             )
-        for name, crc in self._checksums.items():
-            _check_written(self._directory / name, crc)
+        for name, sums in self._checksums.items():
+            _check_written(self._directory / name, sums.crc32c)
         return self._checksums
 
     def remove(self) -> None:
@@ -173,8 +189,8 @@ class ArrayWriter:
             if not self._entry.compressed:
                 number = self._done // self._entry.chunk_rows
                 path = chunk_path(self._directory, self._entry, number)
-                crc = _chunk_crc32c(self._entry, chunk)
-                self._checksums[path.relative_to(self._directory).as_posix()] = crc
+                sums = _chunk_sums(self._entry, chunk)
+                self._checksums[path.relative_to(self._directory).as_posix()] = sums
             write = self._store[self._done : self._done + len(chunk)].write(chunk)
             self._writes.append(write)
             write.copy.result()  # The caller may reuse the memory.
@@ -204,9 +220,12 @@ def read_array(
     stop: int,
     out: np.ndarray,
     *,
-    checksums: Mapping[str, int] | None = None,
+    checksums: Mapping[str, ChunkSums] | None = None,
 ) -> None:
     """Reads rows ``[start, stop)`` into ``out``, checksums verified.
+
+    Of a chunk of which only some rows are wanted only the blocks around them are read, where their
+    checksums are known.
 
     Args:
       directory: the array's directory.
@@ -214,8 +233,8 @@ def read_array(
       start: first row.
       stop: last row + 1.
       out: (stop - start, *trailing) array of the stored dtype, contiguous.
-      checksums: chunk path below ``directory`` to the CRC32C that the chunk must end in: an
-        intact chunk of another array, or of another save, is none of ours.
+      checksums: chunk path below ``directory`` to its checksums: an intact chunk of another
+        array, or of another save, is none of ours.
 
     Raises:
       Damaged: a chunk is missing, truncated, altered or another one; it is named.
@@ -228,11 +247,20 @@ def read_array(
         piece, out = out[: end - start], out[end - start :]
         whole = start == first and end == min(first + entry.chunk_rows, entry.shape[0])
         path = chunk_path(directory, entry, chunk)
+        sums = None
         if checksums is not None:
-            _check_place(path, checksums.get(path.relative_to(directory).as_posix()))
-        if whole and not entry.compressed and piece.flags.c_contiguous:
-            _read_chunk(path, piece, padding_rows=first + entry.chunk_rows - end)
+            sums = _known_sums(path, checksums.get(path.relative_to(directory).as_posix()))
+        if entry.compressed or not piece.flags.c_contiguous:
+            if sums is not None:
+                _check_place(path, sums.crc32c)
+            _read_through_tensorstore(directory, entry, start, end, piece, path)
+        elif whole:
+            _read_chunk(path, piece, sums, padding_rows=first + entry.chunk_rows - end)
+        elif sums is not None and sums.blocks:
+            _read_blocks(path, entry, piece, start - first, sums)
         else:
+            if sums is not None:
+                _check_place(path, sums.crc32c)
             _read_through_tensorstore(directory, entry, start, end, piece, path)
         start = end
 
@@ -242,10 +270,19 @@ def chunk_path(directory: Path, entry: ArrayEntry, chunk: int) -> Path:
     return directory.joinpath("c", str(chunk), *("0" for _ in entry.shape[1:]))
 
 
-def _chunk_crc32c(entry: ArrayEntry, rows: np.ndarray) -> int:
-    """CRC32C of a chunk; the last one is stored at full length, filled up with zeros."""
-    padding = np.zeros(chunk_bytes(entry) - _CRC_BYTES - rows.nbytes, np.uint8)
-    return crc32c(padding, crc32c(np.ascontiguousarray(rows)))
+def _chunk_sums(entry: ArrayEntry, rows: np.ndarray) -> ChunkSums:
+    """Checksums of a chunk; the last one is stored at full length, filled up with zeros."""
+    data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+    total = chunk_bytes(entry) - _CRC_BYTES
+    crc, blocks = 0, []
+    for start in range(0, total, BLOCK_BYTES):
+        length = min(BLOCK_BYTES, total - start)
+        block = data[start : start + length]
+        if len(block) < length:
+            block = np.concatenate([block, np.zeros(length - len(block), np.uint8)])
+        blocks.append(crc32c(block))
+        crc = crc32c(block, crc)
+    return ChunkSums(crc, np.array(blocks, "<u4").tobytes())
 
 
 def _check_written(path: Path, expected: int) -> None:
@@ -261,56 +298,122 @@ def _check_written(path: Path, expected: int) -> None:
         )
 
 
-def _check_place(path: Path, expected: int | None) -> None:
-    """Checks that a chunk is the one that was written there."""
-    name = files.object_name(path, 7)
-    if expected is None:
+def _known_sums(path: Path, sums: ChunkSums | None) -> ChunkSums:
+    if sums is None:
+        name = files.object_name(path, 7)
         raise Damaged(name, "a chunk that the digests name", "a chunk that they do not")
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(-_CRC_BYTES, os.SEEK_END)
-            found = int.from_bytes(file.read(_CRC_BYTES), "little")
-    except FileNotFoundError as error:
-        raise Damaged(name, "a chunk", "no such file") from error
-    except OSError as error:
-        raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
+    return sums
+
+
+def _check_place(path: Path, expected: int) -> None:
+    """Checks that a chunk is the one that was written there."""
+    with _chunk_file(path) as file:
+        file.seek(-_CRC_BYTES, os.SEEK_END)
+        _check_tail(path, file.read(_CRC_BYTES), expected)
+
+
+def _check_tail(path: Path, tail: bytes, expected: int) -> None:
+    found = int.from_bytes(tail, "little")
     if found != expected:
         raise Damaged(
-            name, f"the chunk with crc32c {expected:08x}", f"the chunk with crc32c {found:08x}"
+            files.object_name(path, 7),
+            f"the chunk with crc32c {expected:08x}",
+            f"the chunk with crc32c {found:08x}",
         )
 
 
-def _read_chunk(path: Path, out: np.ndarray, *, padding_rows: int) -> None:
+@contextlib.contextmanager
+def _chunk_file(path: Path) -> Iterator[io.FileIO]:
+    """The file of a chunk, its absence told as damage."""
+    name = files.object_name(path, 7)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            yield file
+    except FileNotFoundError as error:
+        raise Damaged(name, "a chunk", "no such file") from error
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if error.errno == errno.EINVAL:  # A seek before the start of a file that is too short.
+            raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
+        raise StorageError(
+            f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
+            "system and its permissions, then try again"
+        ) from error
+
+
+def _read_chunk(path: Path, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int) -> None:
     """Reads a whole chunk file: rows, padding of the last chunk, CRC32C of both."""
     name = files.object_name(path, 7)
     data = out.reshape(-1).view(np.uint8)
     padding = np.empty(padding_rows * (data.nbytes // max(1, len(out))), np.uint8)
     tail = np.empty(_CRC_BYTES, np.uint8)
     expected_bytes = data.nbytes + padding.nbytes + _CRC_BYTES
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected_bytes:
-                raise Damaged(name, f"{expected_bytes} bytes", f"{size} bytes")
-            done = 0
-            for part in (data, padding, tail):
-                view = part.data
-                while len(view):
-                    count = os.preadv(file.fileno(), [view], done)
-                    if count == 0:
-                        raise Damaged(name, f"{expected_bytes} bytes", f"{done} bytes")
-                    view, done = view[count:], done + count
-    except FileNotFoundError as error:
-        raise Damaged(name, "a chunk", "no such file") from error
-    except OSError as error:
-        raise StorageError(
-            f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
-            "system and its permissions, then try again"
-        ) from error
+    with _chunk_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected_bytes:
+            raise Damaged(name, f"{expected_bytes} bytes", f"{size} bytes")
+        done = 0
+        for part in (data, padding, tail):
+            _fill(file, part, done, name, expected_bytes)
+            done += part.nbytes
+    if sums is not None:
+        _check_tail(path, tail.tobytes(), sums.crc32c)
     expected = int.from_bytes(tail.tobytes(), "little")
     found = crc32c(padding, crc32c(data))
     if found != expected:
         raise Damaged(name, f"crc32c {expected:08x}", f"crc32c {found:08x}")
+
+
+def _read_blocks(
+    path: Path, entry: ArrayEntry, out: np.ndarray, first_row: int, sums: ChunkSums
+) -> None:
+    """Reads some rows of a chunk: the blocks that they lie in, those at the ends by a detour."""
+    name = files.object_name(path, 7)
+    wanted = out.reshape(-1).view(np.uint8)
+    total = chunk_bytes(entry) - _CRC_BYTES
+    row_bytes = total // entry.chunk_rows
+    start = first_row * row_bytes
+    stop = start + wanted.nbytes
+    first = start // BLOCK_BYTES * BLOCK_BYTES
+    last = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, total)
+    # Blocks from `inner` to `end` lie in the wanted rows as a whole.
+    inner = min(-(-start // BLOCK_BYTES) * BLOCK_BYTES, last)
+    end = max(inner, last if last == stop else stop // BLOCK_BYTES * BLOCK_BYTES)
+    parts = [
+        np.empty(inner - first, np.uint8),
+        wanted[inner - start : end - start] if inner < end else wanted[:0],
+        np.empty(last - end, np.uint8),
+    ]
+    with _chunk_file(path) as file:
+        done = first
+        for part in parts:
+            _fill(file, part, done, name, total + _CRC_BYTES)
+            done += part.nbytes
+    crcs = np.frombuffer(sums.blocks, "<u4")
+    number = first // BLOCK_BYTES
+    for part in parts:
+        for at in range(0, part.nbytes, BLOCK_BYTES):
+            found, expected = crc32c(part[at : at + BLOCK_BYTES]), int(crcs[number])
+            if found != expected:
+                raise Damaged(
+                    f"{name}, block {number}", f"crc32c {expected:08x}", f"crc32c {found:08x}"
+                )
+            number += 1
+    for part, at in ((parts[0], first), (parts[2], end)):
+        low, high = max(at, start), min(at + part.nbytes, stop)
+        if low < high:
+            wanted[low - start : high - start] = part[low - at : high - at]
+
+
+def _fill(file: io.FileIO, part: np.ndarray, offset: int, name: str, expected_bytes: int) -> None:
+    """Reads bytes of a file into all of ``part``."""
+    view = part.data
+    while len(view):
+        count = os.preadv(file.fileno(), [view], offset)
+        if count == 0:
+            raise Damaged(name, f"{expected_bytes} bytes", f"{offset} bytes")
+        view, offset = view[count:], offset + count
 
 
 def crc32c(data: np.ndarray, crc: int = 0) -> int:

@@ -105,16 +105,14 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_tree(directory: Path) -> None:
-    """Forces every file and directory below ``directory``, and itself, to disk.
+def fsync_folders(directory: Path) -> None:
+    """Forces the entries of every directory below ``directory``, and its own, to disk.
 
     Raises:
       StorageError: the store refused.
     """
     with typed_errors(directory, "force to disk"):
-        for folder, _, names in os.walk(directory, topdown=False):
-            for name in names:
-                fsync_path(Path(folder, name))
+        for folder, _, _ in os.walk(directory, topdown=False):
             fsync_path(Path(folder))
 
 
