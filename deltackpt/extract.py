@@ -348,7 +348,16 @@ def touched_rows(stamps: Any, since_clock: int, offset: int, spans: Sequence[Spa
     Raises:
       TrackingError: stamps of these rows are on other processes.
     """
-    shards = _stamp_shards(stamps)
+    return _touched_rows(stamps, _stamp_shards(stamps), since_clock, offset, spans)
+
+
+def _touched_rows(
+    stamps: Any,
+    shards: Sequence[tuple[Span, Any]],
+    since_clock: int,
+    offset: int,
+    spans: Sequence[Span],
+) -> np.ndarray:
     found = [np.empty(0, np.int64)]
     for start, stop in spans:
         for (first, last), shard in shards:
@@ -546,8 +555,12 @@ class _Touched:
                 held = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
                 if len(held):
                     spans = [(a - table.offset, b - table.offset) for a, b in blocks.spans_of(held)]
-                    call = (touched_rows, stamps[table.name], since_clock, table.offset, spans)
-                    self._tables[group.name].append(staging.submit(*call))
+                    held_stamps = stamps[table.name]
+                    what = (held_stamps, _stamp_shards(held_stamps))
+                    found_rows = staging.submit(
+                        _touched_rows, *what, since_clock, table.offset, spans
+                    )
+                    self._tables[group.name].append(found_rows)
 
     def of(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
         """Those within some spans, int64 ascending."""

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, layout, pipeline, restore, stored, tables, touched
+from deltackpt import events, layout, pipeline, processes, restore, stored, tables, touched
 from deltackpt.blocks import VALUES
 from deltackpt.errors import (
     ClosedError,
@@ -495,7 +494,7 @@ class CheckpointManager:
             step=flight.step,
             kind=report.intent.kind,
             reason=report.intent.reason,
-            process=jax.process_index(),
+            process=processes.index(),
             rows=report.rows,
             total_rows=report.total_rows,
             bytes_written=report.bytes_written,
@@ -581,7 +580,7 @@ class CheckpointManager:
         )
         event = events.RestoreEvent(
             step=step,
-            process=jax.process_index(),
+            process=processes.index(),
             chain=result.chain,
             source=result.source,
             bytes_read=result.bytes_read,

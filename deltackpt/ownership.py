@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from deltackpt import processes
 from deltackpt.blocks import Span
 from deltackpt.errors import TrackingError
 
@@ -81,15 +82,16 @@ def shares(leaf: Any, stamps: Any = None, *, turn: int = 0) -> Iterator[Share]:
     row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
     if not isinstance(leaf, jax.Array):
         rows, columns = leaf.shape[0], (0, _width(leaf.shape))
-        owners = _owners(tuple(range(jax.process_count())), rows * row_bytes, turn)
+        owners = _owners(tuple(range(processes.count())), rows * row_bytes, turn)
         for number, owner in enumerate(owners):
             span = _part((0, rows), number, len(owners))
-            if owner == jax.process_index() and span[0] < span[1]:
+            if owner == processes.index() and span[0] < span[1]:
                 yield Share(Box(span, columns), leaf, span[0])
         return
     known = stamps.sharding if isinstance(stamps, jax.Array) else None
     data = {shard.device: shard.data for shard in leaf.addressable_shards}
-    for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn):
+    here = processes.index()
+    for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn, here):
         yield Share(owned.box, data[owned.device], owned.skip)
 
 
@@ -103,6 +105,7 @@ def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     return {
         device: _box(index, shape)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
+        if processes.of(device) == processes.index()
     }
 
 
@@ -124,8 +127,9 @@ def _width(shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(_REMEMBERED)
 def _owned(
-    sharding: Any, stamps: Any, shape: tuple[int, ...], row_bytes: int, turn: int
+    sharding: Any, stamps: Any, shape: tuple[int, ...], row_bytes: int, turn: int, here: int
 ) -> tuple[_Owned, ...]:
+    """What process ``here``, this one, writes of a field."""
     parts = _parts(sharding, shape)
     grid = _grid(sharding, parts)
     local = {}
@@ -137,7 +141,7 @@ def _owned(
         for rows, knowing in _known(stamps, shape[0], box.rows):
             holders = grid.holders[cell]
             if knowing is not None:
-                holders = tuple(d for d in holders if d.process_index in knowing)
+                holders = tuple(d for d in holders if processes.of(d) in knowing)
                 if not holders:
                     raise TrackingError(
                         f"rows {rows} of an array of shape {shape}: expected their stamps on a "
@@ -148,7 +152,7 @@ def _owned(
             owners = _owners(holders, nbytes, turn + sum(cell))
             for number, owner in enumerate(owners):
                 part = _part(rows, number, len(owners))
-                if owner.process_index == jax.process_index() and part[0] < part[1]:
+                if processes.of(owner) == here and part[0] < part[1]:
                     skip = part[0] - box.rows[0]
                     _append(found, _Owned(Box(part, box.columns), owner, skip))
     return tuple(found)
@@ -181,7 +185,7 @@ def _known(stamps: Any, rows: int, span: Span) -> Iterator[tuple[Span, frozenset
         piece = _part((0, rows), number, count)
         common = max(span[0], piece[0]), min(span[1], piece[1])
         if common[0] < common[1]:
-            yield common, frozenset(d.process_index for d in grid.holders[number, 0])
+            yield common, frozenset(map(processes.of, grid.holders[number, 0]))
 
 
 def _owners(holders: tuple[Any, ...], nbytes: int, turn: int) -> tuple[Any, ...]:
@@ -231,10 +235,10 @@ def _grid(sharding: Any, parts: _Cell) -> _Grid:
 
 def _ordered(devices: list[Any]) -> tuple[Any, ...]:
     """By process and number; of CPU devices, which share their memory, one for each process."""
-    found = sorted(devices, key=lambda device: (device.process_index, device.id))
+    found = sorted(devices, key=lambda device: (processes.of(device), device.id))
     if any(device.platform != "cpu" for device in found):
         return tuple(found)
-    return tuple({device.process_index: device for device in reversed(found)}.values())[::-1]
+    return tuple({processes.of(device): device for device in reversed(found)}.values())[::-1]
 
 
 def _indices(sharding: Any, parts: _Cell) -> dict[Any, tuple[slice, ...]]:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from deltackpt import (
@@ -31,6 +30,7 @@ from deltackpt import (
     integrity,
     layout,
     manifest,
+    processes,
     stored,
 )
 from deltackpt.codecs import Codec
@@ -172,8 +172,8 @@ class PendingSave:
         self.proceed.wait(_PROCEED_SECS)
         peers = Rendezvous(
             item_dir=item_dir,
-            process=jax.process_index(),
-            count=jax.process_count(),
+            process=processes.index(),
+            count=processes.count(),
             timeout_secs=self._embeddings.options.peers_secs,
         )
         try:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
+from deltackpt import processes
 from deltackpt.errors import PeerMissing
 
 #: Of all managers of the process: the keys of barriers are the job's.
@@ -34,8 +35,8 @@ class Peers:
         Args:
           timeout_secs: the longest wait for another process.
         """
-        self.index = jax.process_index()
-        self.count = jax.process_count()
+        self.index = processes.index()
+        self.count = processes.count()
         self._timeout_secs = timeout_secs
         self._barrier: multihost.BarrierSyncFn | None = None
 

@@ -7,10 +7,9 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import chain
+from deltackpt import chain, processes
 from deltackpt.chain import SaveInfo
 from deltackpt.manifest import SaveId
 
@@ -57,7 +56,7 @@ class KeepChain:
         by_step = dict(self.saves())
         unreadable = [step for step, info in by_step.items() if info is None]
         if unreadable:
-            process = jax.process_index()
+            process = processes.index()
             _logger.warning(
                 "process %d: steps %s cannot be read: retention keeps every step",
                 process,

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves on one mesh, restores on another: eight devices, dealt out to one to eight processes.
+
+The processes are threads here, told apart by what ``deltackpt.processes`` answers; each reads and
+writes only shards on its own devices. ``test_processes.py`` runs real ones.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import shutil
+import threading
+from pathlib import Path
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+import deltackpt
+from deltackpt import lineage, ownership, pipeline, processes, restore, stored, tables
+from deltackpt.errors import Disagreement, PeerFailed, PeerMissing, TrackingError
+from deltackpt.pipeline import Embeddings, PipelineOptions
+from deltackpt.staging import Staging
+
+P = jax.sharding.PartitionSpec
+DEVICES = 8
+#: Mesh shapes with axes x and y; fewer devices than there are is a subset.
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8), (2, 2), (1, 2), (1, 1)]
+SPECS = [P(), P("x"), P("y"), P(("x", "y")), P(None, "y"), P(None, "x"), P("x", "y"), P("y", "x")]
+#: Rows by table: multiples of eight, which jax asks for, but not of every division by replicas.
+ROWS = {"a": 8, "b": 88, "c": 400, "d": 1000}
+WIDTH = 8
+
+
+def forget() -> None:
+    """Plans are kept by sharding; jobs of different tests deal out the devices differently."""
+    ownership._grid.cache_clear()
+    ownership._owned.cache_clear()
+
+
+class Job:
+    """Several processes on eight devices."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.lock = threading.Lock()
+        self._here = threading.local()
+
+    @contextlib.contextmanager
+    def running(self):
+        forget()
+        with (
+            mock.patch.object(processes, "count", lambda: self.count),
+            mock.patch.object(processes, "index", lambda: getattr(self._here, "index", 0)),
+            mock.patch.object(processes, "of", lambda d: d.id * self.count // DEVICES),
+        ):
+            yield self
+        forget()
+
+    @contextlib.contextmanager
+    def process(self, index: int):
+        self._here.index = index
+        yield
+        self._here.index = 0
+
+    def on_each(self, call) -> list:
+        """What the call returns or raises on each process, all at once."""
+
+        def run(index: int):
+            with self.process(index):
+                try:
+                    return call(index)
+                except Exception as error:
+                    return error
+
+        with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(run, range(self.count)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """How a state lies: a mesh, and a spec for each table and for its slots."""
+
+    mesh: tuple[int, int]
+    first: int
+    specs: dict[str, jax.sharding.PartitionSpec]
+    narrow: dict[str, jax.sharding.PartitionSpec]
+
+    def sharding(self, spec) -> jax.sharding.NamedSharding:
+        size = self.mesh[0] * self.mesh[1]
+        devices = np.array(jax.devices()[self.first : self.first + size]).reshape(self.mesh)
+        return jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x", "y")), spec)
+
+    def shardings(self) -> dict:
+        specs = {
+            "tables": self.specs,
+            "wide": self.specs,
+            "narrow": self.narrow,
+        }
+        return jax.tree.map(self.sharding, specs, is_leaf=lambda x: isinstance(x, P))
+
+
+@st.composite
+def topologies(draw):
+    mesh = draw(st.sampled_from(MESHES))
+    first = draw(st.integers(0, DEVICES - mesh[0] * mesh[1]))
+    specs = {name: draw(st.sampled_from(SPECS)) for name in ROWS}
+    rows = [P(), P("x"), P("y"), P(("x", "y"))]
+    narrow = {name: draw(st.sampled_from([P(*specs[name][:1]), *rows])) for name in ROWS}
+    return Topology(mesh, first, specs, narrow)
+
+
+def initial() -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        "tables": {name: rng.normal(size=(n, WIDTH)).astype("f4") for name, n in ROWS.items()},
+        "wide": {name: rng.normal(size=(n, WIDTH)).astype("f4") for name, n in ROWS.items()},
+        "narrow": {name: rng.random(n).astype("f4") for name, n in ROWS.items()},
+    }
+
+
+STAGING = Staging(1 << 28)
+TABLES = deltackpt.Tables(
+    select="tables/*",
+    slots={"tables/*": {"moment": "wide/{name}", "accumulator": "narrow/{name}"}},
+)
+
+
+def trained(state: dict, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
+    """Some rows of some tables change with their slots."""
+    rng = np.random.default_rng(seed)
+    new = jax.tree.map(np.copy, state)
+    touched = {}
+    for name, rows in ROWS.items():
+        ids = rng.choice(rows, int(rng.integers(0, rows // 4 + 1)), replace=False)
+        touched[f"tables/{name}"] = ids
+        for part in new.values():
+            part[name][ids] = rng.random(part[name][ids].shape)
+    return new, touched
+
+
+class Run:
+    """A training run that saves on a topology."""
+
+    def __init__(self, job: Job, topology: Topology, root: Path):
+        self.job, self.topology, self.root = job, topology, root
+        run = lineage.new_run()
+        self.lineages = [lineage.Lineage(run=run) for _ in range(job.count)]
+        self.touched = deltackpt.touched.init(
+            {
+                f"tables/{name}": jax.ShapeDtypeStruct(
+                    (rows, WIDTH), np.float32, sharding=topology.sharding(topology.specs[name])
+                )
+                for name, rows in ROWS.items()
+            }
+        )
+
+    def mark(self, ids: dict[str, np.ndarray]) -> None:
+        stamps = dict(self.touched.stamps)
+        clock = self.touched.clock + 1
+        for name, rows in ids.items():
+            changed = np.array(stamps[name])
+            changed[rows] = int(clock)
+            stamps[name] = jax.device_put(changed, stamps[name].sharding)
+        self.touched = deltackpt.TouchState(clock, stamps)
+
+    def save(self, step: int, state: dict, *, secs: float = 30.0, **changes) -> list:
+        """Reports or errors by process; committed where there are only reports."""
+        placed = jax.device_put(state, self.topology.shardings())
+        split = tables.split(placed, TABLES)
+        item = self.root / f"{step}.orbax-checkpoint-tmp" / "embeddings"
+        item.mkdir(parents=True)
+
+        def part(index: int):
+            embeddings = Embeddings(
+                split=split,
+                touched=self.touched,
+                lineage=self.lineages[index],
+                options=PipelineOptions(fsync=False, peers_secs=secs),
+                staging=STAGING,
+            )
+            changed = changes.get("change", lambda index, given: given)(index, embeddings)
+            with self.job.lock:  # Processes do not share the objects of jax.
+                pending = pipeline.snapshot(changed, step, self.root / str(step))
+            pending.wait_copied()
+            pending.proceed.set()
+            return pending.write(item)
+
+        found = self.job.on_each(part)
+        if not any(isinstance(result, Exception) for result in found):
+            item.parent.rename(self.root / str(step))
+        else:
+            shutil.rmtree(item.parent)
+        return found
+
+
+def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: dict) -> None:
+    """Every process reads its own boxes, bit for bit; together they make the whole state."""
+    template = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        topology.shardings(),
+    )
+    expected = tables.split(state, TABLES).fields
+
+    def own(index: int):
+        saves = stored.read_chain(root / str(step))
+        wanted = restore.wanted_of(tables.split(template, TABLES).fields)
+        for name, fields in restore.restore_tables(saves, wanted=wanted).buffers.items():
+            for field, held in fields.items():
+                whole = expected[name][field]
+                for ((start, stop), (first, last)), buffer in held.items():
+                    part = whole[start:stop, first:last] if whole.ndim > 1 else whole[start:stop]
+                    assert part.tobytes() == buffer.tobytes(), (index, name, field)
+        return wanted
+
+    with job.running():
+        for found in job.on_each(own):
+            if isinstance(found, Exception):
+                raise found
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    # An example takes a second: shrinking one would take minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    save=topologies(),
+    savers=st.sampled_from([1, 2, 4, 8]),
+    restores=st.lists(
+        st.tuples(topologies(), st.sampled_from([1, 2, 4, 8])), min_size=2, max_size=2
+    ),
+)
+def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores):
+    root = tmp_path_factory.mktemp("root")
+    job, states = Job(savers), [initial()]
+    with job.running():
+        run = Run(job, save, root)
+        found = run.save(0, states[0])
+        for step in (1, 2):
+            if any(isinstance(result, TrackingError) for result in found):
+                # Slots whose rows lie on none of the processes that hold their stamps.
+                assert any(isinstance(result, (TrackingError, PeerFailed)) for result in found)
+                return
+            assert not [result for result in found if isinstance(result, Exception)], found
+            state, ids = trained(states[-1], step)
+            run.mark(ids)
+            states.append(state)
+            found = run.save(step, state)
+            assert {report.intent.kind for report in found} == {"delta"}
+            rows = sum(len(rows) for rows in ids.values())
+            assert sum(report.rows for report in found) >= rows
+        head = stored.read_save(root / "0")
+        assert sum(sum(r.owned_cells.values()) for r in head.manifests) in (
+            0,
+            sum(ROWS.values()) * (2 * WIDTH + 1),
+        )
+    for topology, count in restores:
+        for step, state in enumerate(states):
+            assert_restores(root, step, Job(count), topology, state)
+    # One device of a notebook, and no template.
+    whole = restore.restore_tables(stored.read_chain(root / "2")).fields
+    for name, fields in tables.split(states[2], TABLES).fields.items():
+        for field, leaf in fields.items():
+            assert whole[name][field].tobytes() == leaf.tobytes()
+
+
+SHARDED = Topology((8, 1), 0, dict.fromkeys(ROWS, P("x")), dict.fromkeys(ROWS, P("x")))
+REPLICATED = Topology((2, 4), 0, dict.fromkeys(ROWS, P()), dict.fromkeys(ROWS, P()))
+
+
+def test_replicas_share_the_rows_and_each_is_written_once(tmp_path):
+    job = Job(4)
+    with job.running():
+        reports = Run(job, REPLICATED, tmp_path).save(0, initial())
+        rows = [report.rows for report in reports]
+    assert sum(rows) == sum(ROWS.values())
+    # The largest table is divided; small ones go to different processes.
+    assert min(rows) > 0.15 * sum(rows), rows
+
+
+@pytest.mark.parametrize("what", ["kind", "codec", "tables"])
+def test_a_disagreement_is_found_at_the_commit_by_every_process(tmp_path, what):
+    job = Job(4)
+
+    def change(index: int, embeddings: Embeddings) -> Embeddings:
+        if index != 2:
+            return embeddings
+        if what == "kind":
+            return dataclasses.replace(embeddings, force_base=True)
+        chosen = {"codec": "int8"} if what == "codec" else {"select": ["tables/a", "tables/b"]}
+        slots = {"slots": TABLES.slots} if what == "codec" else {"slots": {}}
+        given = {"select": "tables/*", **slots, **chosen}
+        return dataclasses.replace(
+            embeddings,
+            split=tables.split(
+                jax.device_put(initial(), SHARDED.shardings()), deltackpt.Tables(**given)
+            ),
+            touched=embeddings.touched if what == "codec" else None,
+        )
+
+    with job.running():
+        run = Run(job, SHARDED, tmp_path)
+        assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
+        state, ids = trained(initial(), 1)
+        run.mark(ids)
+        found = run.save(1, state, change=change)
+        assert isinstance(found[0], Disagreement), found
+        assert "process 2" in str(found[0])
+        for error in (found[1], found[2], found[3]):
+            assert isinstance(error, PeerFailed) and "process 2" in str(error)
+        assert not (tmp_path / "1").exists()
+        # Nothing is lost: the next save covers the rows.
+        [*reports] = run.save(2, state)
+        assert {report.intent.parent.step_dir for report in reports} == {"0"}
+    assert_restores(tmp_path, 2, Job(2), REPLICATED, state)
+
+
+def test_a_missing_process_is_named_by_every_other(tmp_path):
+    job = Job(4)
+
+    def change(index: int, embeddings: Embeddings) -> Embeddings:
+        if index == 3:
+            raise KeyboardInterrupt
+        return embeddings
+
+    with job.running():
+        run = Run(job, SHARDED, tmp_path)
+        real = job.on_each
+
+        def without_last(call):
+            job.count = 3
+            try:
+                return real(call)
+            finally:
+                job.count = 4
+
+        assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
+        with (
+            mock.patch.object(processes, "count", lambda: 4),
+            mock.patch.object(processes, "of", lambda d: d.id * 4 // DEVICES),
+            mock.patch.object(job, "on_each", without_last),
+        ):
+            found = run.save(1, initial(), secs=0.5)
+    assert [type(error) for error in found] == [PeerMissing] * 3, found
+    assert all("process 3" in str(error) for error in found)
+    assert {error.processes for error in found} == {(3,)}
+
+
+def test_a_process_that_fails_tells_the_others_at_once(tmp_path):
+    job = Job(4)
+    real = pipeline.PendingSave._write_segments
+
+    def failing(self, item_dir, process):
+        if process == 1:
+            raise OSError(28, "No space left on device")
+        return real(self, item_dir, process)
+
+    with job.running(), mock.patch.object(pipeline.PendingSave, "_write_segments", failing):
+        found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
+    assert isinstance(found[1], OSError)
+    assert [type(found[i]) for i in (0, 2, 3)] == [PeerFailed] * 3
+    assert all("process 1" in str(found[i]) and "No space" in str(found[i]) for i in (0, 2, 3))
+
+
+def test_tables_of_each_process_alone_are_refused(tmp_path):
+    job = Job(2)
+    rows = {"a": np.ones((8, 4), np.float32)}
+    with job.running():
+        lineages = [lineage.Lineage(run="00") for _ in range(2)]
+        item = tmp_path / "0.orbax-checkpoint-tmp" / "embeddings"
+        item.mkdir(parents=True)
+
+        def part(index: int):
+            local = jax.device_put(rows, jax.devices()[4 * index])
+            split = tables.split({"t": local}, deltackpt.Tables(select="t/*"))
+            options = PipelineOptions(fsync=False, peers_secs=20)
+            embeddings = Embeddings(split=split, lineage=lineages[index], options=options)
+            pending = pipeline.snapshot(embeddings, 0, tmp_path / "0")
+            pending.wait_copied()
+            pending.proceed.set()
+            return pending.write(item)
+
+        found = job.on_each(part)
+    assert isinstance(found[0], Disagreement) and "one global array" in str(found[0])
+    assert isinstance(found[1], PeerFailed)
