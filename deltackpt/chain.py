@@ -87,7 +87,7 @@ def check_index(head: Manifest) -> None:
     Raises:
       Damaged: it does not.
     """
-    found = [part.process for part in head.parts]
+    found = [part.process for part in head.parts] or [0]
     if head.process_count > 1 and found != list(range(head.process_count)):
         raise Damaged(
             f"step {head.save_id.step}, manifest of process 0",

@@ -211,10 +211,17 @@ def check_step_files(step_dir: Path, share: tuple[int, int] = (0, 1)) -> list[Da
       step_dir: the step.
       share: as for ``check``.
     """
+    number, count = share
     try:
-        return check(step_dir, read_digests(step_dir / layout.STEP_DIGESTS), share=share)
+        digests = read_digests(step_dir / layout.STEP_DIGESTS)
+        damage = check(step_dir, digests, share=share)
+        for name in digests.files:
+            process = layout.step_digests_process(name)
+            if process is not None and process % count == number:
+                damage += check(step_dir, read_digests(step_dir / name))
     except Damaged as error:
         return [error]
+    return damage
 
 
 def _digest(path: Path) -> Digest:

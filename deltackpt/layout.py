@@ -9,6 +9,7 @@ Inside an Orbax step directory::
         digests.<process>.msgpack      length and CRC32C of every file of the part
         part.<process>/<segment>/<array>/zarr.json, c/...
       dense/                           Orbax's own PyTree item
+      digests.step.<process>.msgpack   the dense files of one of several processes
       digests.step.msgpack             everything else in the step, written just before the commit
 """
 
@@ -28,6 +29,9 @@ TRASH = "deleted"
 GAPS = "rows.gaps"
 
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
+_STEP_DIGESTS = re.compile(r"digests\.step\.(\d+)\.msgpack")
+#: What Orbax calls the folder of the dense files that a process writes.
+_DENSE_PART = re.compile(r"ocdbt\.process_(\d+)")
 _PART = re.compile(r"part\.\d+")
 #: The digests of a part are covered by its manifest.
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
@@ -60,6 +64,23 @@ def failure_process(name: str) -> int | None:
 def digests_name(process: int) -> str:
     """Name of a process's digests in the item's directory."""
     return f"digests.{process}.msgpack"
+
+
+def step_digests_name(process: int) -> str:
+    """Name of the digests of the dense files that one of several processes wrote."""
+    return f"digests.step.{process}.msgpack"
+
+
+def step_digests_process(name: str) -> int | None:
+    """Process of such digests, None where the name is another object's."""
+    match = _STEP_DIGESTS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def dense_process(name: str) -> int | None:
+    """Process whose dense files a folder of Orbax's holds, None for another folder."""
+    match = _DENSE_PART.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def part_dir(item_dir: Path, process: int) -> Path:

@@ -39,6 +39,7 @@ from deltackpt.errors import (
 )
 from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
+from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
 from deltackpt.options import ManagerOptions, WhenBusy
@@ -396,11 +397,11 @@ class CheckpointManager:
             self._orbax.reload()
             raise
         pending.wait_copied()
+        flight = self._in_flight = _InFlight(step, pending, 0.0, started)
         pending.proceed.set()
         if self.options.base_snapshot == "block":
             self._wait_released(pending, step)
-        blocked_secs = time.perf_counter() - started
-        self._in_flight = _InFlight(step, pending, blocked_secs, started)
+        blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
 
@@ -512,6 +513,13 @@ class CheckpointManager:
         """Why the save in flight failed, where that is a missing process."""
         failure = self._in_flight.pending.failure if self._in_flight is not None else None
         return failure if isinstance(failure, PeerMissing) else None
+
+    def _note_written(self) -> None:
+        """Called by Orbax's thread of each of several processes, before the commit."""
+        assert self._in_flight is not None
+        step_dir = self._root.step_dir(self._in_flight.step)
+        temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
+        commit.write_process_digests(temporary, self._peers.index, fsync=self._fsync)
 
     def _note_commit(self) -> None:
         """Called by Orbax's thread; the save is reported later, by the next save or wait."""
@@ -746,7 +754,9 @@ class CheckpointManager:
                 ),
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=int(options.timeouts.save_secs) or 1,
-                    barrier_sync_fn=self._peers.barrier(self._missing_peer, self._note_commit),
+                    barrier_sync_fn=self._peers.barrier(
+                        self._missing_peer, self._note_written, self._note_commit
+                    ),
                 ),
             ),
         )

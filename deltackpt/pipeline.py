@@ -319,7 +319,7 @@ class PendingSave:
         digests_path = item_dir / layout.digests_name(peers.process)
         digests_crc32c = integrity.write_digests(digests_path, digests, fsync=fsync)
         if fsync:
-            files.fsync_folders(part)
+            files.fsync_tree(part, folders_only=True)
         record = self._manifest(segments, digests_crc32c, peers)
         if peers.count > 1 and peers.process == 0:
             parts = peers.collect(record)

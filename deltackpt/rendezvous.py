@@ -95,7 +95,7 @@ class Rendezvous:
           PeerMissing: it did not in time.
           PeerFailed: a process left a note.
         """
-        first, step = self.item_dir / layout.manifest_name(0), self.item_dir.parent
+        first = self.item_dir / layout.manifest_name(0)
         failure = layout.failure_name(0)
         for _ in self._polls():
             with contextlib.suppress(FileNotFoundError):
@@ -103,8 +103,8 @@ class Rendezvous:
                 os.close(os.open(self.item_dir, os.O_RDONLY))
             if (self.item_dir / failure).exists():
                 self._raise_failure([failure])
-            if first.exists() or not step.exists():
-                # Without the directory the step was committed, or given up: the commit says which.
+            if first.exists() or not self.item_dir.exists():
+                # Without the directory the item was finished, or given up: the commit says which.
                 return
         missing = set(range(self.count)) - _processes(self._names()) - {0, self.process}
         raise self._missing((0, *sorted(missing)), "write its part, or the index of all")

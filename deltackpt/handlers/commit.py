@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltackpt import integrity, layout
@@ -21,7 +21,7 @@ from deltackpt.handlers.orbax_private import (
     AtomicRenameTemporaryPath,
     step_metadata_file_path,
 )
-from deltackpt.integrity import Digests
+from deltackpt.integrity import Digest, Digests
 from deltackpt.storage import files
 
 
@@ -78,12 +78,35 @@ def temporary_path_class(
     return DigestedTemporaryPath
 
 
+def write_process_digests(step_dir: Path, process: int, *, fsync: bool) -> None:
+    """Digests of the dense files that a process wrote; called on each before the commit.
+
+    Process 0 then need not read what all the others wrote.
+    """
+    found: dict[str, Digest] = {}
+    for folder in _dense_folders(step_dir):
+        if layout.dense_process(folder.name) != process:
+            continue
+        if fsync:
+            files.fsync_tree(folder)
+        inside = folder.parent.name
+        # The item has another name until it is finished.
+        item, _, _ = inside.partition(TMP_DIR_SUFFIX)
+        for name, digest in integrity.digest_tree(step_dir, below=folder).items():
+            found[item + name.removeprefix(inside)] = digest
+    path = step_dir / layout.step_digests_name(process)
+    integrity.write_digests(path, Digests.of(found), fsync=fsync)
+
+
 def write_step_digests(step_dir: Path, item: str, *, fsync: bool) -> None:
     """Digests of everything in a step that the item's own digests and its index do not cover."""
+    shared = _digested(step_dir)
 
     def covered(name: str) -> bool:
         inner = name.removeprefix(f"{item}/")
-        return name == layout.STEP_DIGESTS or (inner != name and layout.is_of_part(inner))
+        if name == layout.STEP_DIGESTS or (inner != name and layout.is_of_part(inner)):
+            return True
+        return layout.dense_process(name.rpartition("/")[2]) in shared
 
     digests = Digests.of(integrity.digest_tree(step_dir, skip=covered))
     integrity.write_digests(step_dir / layout.STEP_DIGESTS, digests, fsync=fsync)
@@ -91,12 +114,26 @@ def write_step_digests(step_dir: Path, item: str, *, fsync: bool) -> None:
 
 def sync_step(step_dir: Path, item: str) -> None:
     """Forces a step to disk; each process has done so with what is its part."""
+    shared = _digested(step_dir)
     with files.typed_errors(step_dir, "force to disk"):
         for folder, folders, names in os.walk(step_dir):
             inside = Path(folder).relative_to(step_dir)
             if inside == Path(item):
                 folders[:] = [name for name in folders if not layout.is_of_part(name)]
                 names = [name for name in names if not layout.is_of_part(name)]
+            folders[:] = [name for name in folders if layout.dense_process(name) not in shared]
             for name in names:
                 files.fsync_path(Path(folder, name))
             files.fsync_path(Path(folder))
+
+
+def _dense_folders(step_dir: Path) -> Iterator[Path]:
+    for item in step_dir.iterdir():
+        if item.is_dir():
+            yield from item.glob("ocdbt.process_*")
+
+
+def _digested(step_dir: Path) -> set[int]:
+    """The processes that have digested their dense files themselves."""
+    found = (layout.step_digests_process(name) for name in os.listdir(step_dir))
+    return {process for process in found if process is not None}

@@ -84,13 +84,17 @@ class Peers:
         return found
 
     def barrier(
-        self, broken: Callable[[], BaseException | None], committed: Callable[[], None]
+        self,
+        broken: Callable[[], BaseException | None],
+        written: Callable[[], None],
+        committed: Callable[[], None],
     ) -> multihost.BarrierSyncFn:
         """The barrier that Orbax's background threads use.
 
         Args:
           broken: why the save in flight has failed because a process is missing; the barrier
             then fails at once instead of waiting for that process again.
+          written: called when this process has written all its files of a step.
           committed: called when process 0 has committed a step.
         """
 
@@ -100,6 +104,8 @@ class Peers:
             reason = broken()
             if reason is not None:
                 raise reason
+            if "async_write_complete" in key:
+                written()
             self._wait(key, min(timeout_ms / 1000, self._timeout_secs), key)
             if "async_commit_complete" in key:
                 committed()

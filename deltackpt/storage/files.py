@@ -105,14 +105,20 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_folders(directory: Path) -> None:
-    """Forces the entries of every directory below ``directory``, and its own, to disk.
+def fsync_tree(directory: Path, *, folders_only: bool = False) -> None:
+    """Forces every file and directory below ``directory``, and itself, to disk.
+
+    Args:
+      directory: where.
+      folders_only: the files are on disk already, their names may not be.
 
     Raises:
       StorageError: the store refused.
     """
     with typed_errors(directory, "force to disk"):
-        for folder, _, _ in os.walk(directory, topdown=False):
+        for folder, _, names in os.walk(directory, topdown=False):
+            for name in () if folders_only else names:
+                fsync_path(Path(folder, name))
             fsync_path(Path(folder))
 
 

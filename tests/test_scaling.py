@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a save costs each process, by the numbers of processes and tables: docs/design/scaling.md."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_meshes import STAGING, Job, P
+
+import deltackpt
+from deltackpt import lineage, pipeline, restore, stored, tables
+from deltackpt.pipeline import Embeddings, PipelineOptions
+from deltackpt.restore import Targets
+
+ROWS, WIDTH = 64, 4
+FEW, MANY = 6, 60
+#: Bytes of metadata for each table of which a process writes rows: its ranges and figures.
+PART_BYTES_PER_TABLE = 60
+#: Bytes of process 0's manifest for each table, whatever the number of processes.
+HEAD_BYTES_PER_TABLE = 330
+#: Bytes of process 0's manifest for each process, whatever the number of tables.
+HEAD_BYTES_PER_PROCESS = 80
+
+
+def sharded(count: int, ids: np.ndarray) -> tuple[dict, deltackpt.TouchState]:
+    """As many row-sharded tables with row-wise slots; in each the ids are touched."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    by_rows = jax.sharding.NamedSharding(mesh, P("x"))
+    names = [f"t{number:04d}" for number in range(count)]
+    state = {
+        "tables": {name: np.ones((ROWS, WIDTH), np.float32) for name in names},
+        "slots": {name: np.ones(ROWS, np.float32) for name in names},
+    }
+    stamps = np.zeros(ROWS, np.int32)
+    stamps[ids] = 1
+    touched = deltackpt.TouchState(
+        np.int32(1), {f"tables/{name}": jax.device_put(stamps, by_rows) for name in names}
+    )
+    return jax.device_put(state, by_rows), touched
+
+
+TABLES = deltackpt.Tables(
+    select="tables/*", slots={"tables/*": {"accumulator": "slots/{name}"}}, slot_codec="raw"
+)
+
+
+def save(root: Path, processes: int, count: int) -> None:
+    """A base and a delta."""
+    job = Job(processes)
+    with job.running():
+        lineages = [lineage.Lineage(run="00" * 16) for _ in range(processes)]
+        for step, ids in ((0, np.arange(0)), (1, np.arange(0, ROWS, 2))):
+            state, touched = sharded(count, ids)
+            clock = deltackpt.TouchState(np.int32(step), touched.stamps)
+            split = tables.split(state, TABLES)
+            item = root / f"{step}.orbax-checkpoint-tmp" / "embeddings"
+            item.mkdir(parents=True)
+
+            def part(index: int, split=split, touched=clock, step=step, item=item):
+                embeddings = Embeddings(
+                    split=split,
+                    touched=touched,
+                    lineage=lineages[index],
+                    options=PipelineOptions(fsync=False, peers_secs=60),
+                    staging=STAGING,
+                )
+                with job.lock:
+                    pending = pipeline.snapshot(embeddings, step, root / str(step))
+                pending.wait_copied()
+                pending.proceed.set()
+                return pending.write(item)
+
+            for result in job.on_each(part):
+                assert not isinstance(result, Exception), result
+            item.parent.rename(root / str(step))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Item directories of a base and a delta by (step, processes, tables)."""
+    found = {}
+    for processes in (1, 2, 4):
+        for count in (FEW, MANY):
+            root = tmp_path_factory.mktemp("root")
+            save(root, processes, count)
+            for step in (0, 1):
+                found[step, processes, count] = root / str(step) / "embeddings"
+    yield found
+    for item in found.values():
+        shutil.rmtree(item.parent, ignore_errors=True)
+
+
+def objects(item: Path, process: int) -> list[str]:
+    """Files that a process wrote, its arrays' first."""
+    part = [path for path in (item / f"part.{process}").rglob("*") if path.is_file()]
+    names = [item / f"{kind}.{process}.msgpack" for kind in ("digests", "manifest")]
+    return sorted(str(path.relative_to(item)) for path in (*part, *names))
+
+
+def size(item: Path, process: int, kind: str = "manifest") -> int:
+    return (item / f"{kind}.{process}.msgpack").stat().st_size
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_objects_of_a_process_depend_neither_on_processes_nor_on_tables(saved, step):
+    arrays = 3 if step else 2  # values, slot, and in a delta the rows
+    for processes in (1, 2, 4):
+        for count in (FEW, MANY):
+            item = saved[step, processes, count]
+            for process in range(processes):
+                # zarr.json and one chunk of each array, digests, manifest
+                assert len(objects(item, process)) == 2 * arrays + 2
+            assert len(list(item.iterdir())) == 3 * processes
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_payload_is_divided_by_the_processes(saved, step):
+    for count in (FEW, MANY):
+        for processes in (1, 2, 4):
+            item = saved[step, processes, count]
+            for process in range(processes):
+                held = sum(
+                    entry.nbytes
+                    for segment in stored.read_save(item.parent).parts()[process].record.segments
+                    for entry in segment.arrays
+                    if entry.name != "rows.gaps"
+                )
+                rows = count * ROWS // (2 if step else 1) // processes
+                assert held == rows * (WIDTH + 1) * 4
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_metadata_of_a_part_grows_with_its_tables_only(saved, step):
+    for processes in (2, 4):
+        for process in range(1, processes):
+            few, many = (size(saved[step, processes, count], process) for count in (FEW, MANY))
+            assert many - few <= PART_BYTES_PER_TABLE * (MANY - FEW)
+            digests = [size(saved[step, p, c], 0, "digests") for p in (1, 4) for c in (FEW, MANY)]
+            assert max(digests) - min(digests) <= 16
+    for count in (FEW, MANY):
+        assert abs(size(saved[step, 2, count], 1) - size(saved[step, 4, count], 1)) <= 2 * count
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_the_index_grows_with_processes_and_tables_but_not_with_both(saved, step):
+    grown = {
+        count: size(saved[step, 4, count], 0) - size(saved[step, 2, count], 0)
+        for count in (FEW, MANY)
+    }
+    # Two more processes cost the same beside few tables and beside ten times as many; what
+    # varies are digits of process 0's own ranges.
+    assert all(abs(cost) <= 2 * HEAD_BYTES_PER_PROCESS + 2 * MANY for cost in grown.values()), grown
+    assert abs(grown[MANY] - grown[FEW]) <= 2 * (MANY - FEW), grown
+    for processes in (1, 2, 4):
+        few, many = (size(saved[step, processes, count], 0) for count in (FEW, MANY))
+        assert many - few <= HEAD_BYTES_PER_TABLE * (MANY - FEW)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
+    job = Job(4)
+    save_ = stored.read_save(saved[step, 4, count].parent)
+    with job.running():
+        state, _ = sharded(count, np.arange(0))
+        fields = tables.split(state, TABLES).fields
+
+        def parts(index: int) -> list[int]:
+            _, targets = restore._buffers(save_.layout, restore.wanted_of(fields))
+            assert isinstance(targets, Targets)
+            return [part.record.process for part in save_.parts(targets.touch)]
+
+        assert job.on_each(parts) == [[0], [1], [2], [3]]
