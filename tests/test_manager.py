@@ -231,15 +231,15 @@ def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, start, snapsho
 def test_a_numpy_table_that_changes_while_it_is_written_is_not_committed(tmp_path):
     table = np.ones((1000, 8), np.float32)
     tables = deltackpt.Tables(select="t")
-    real = arrays._chunk_crc32c
+    real = arrays._chunk_sums
 
     def then_change(entry, rows):
-        crc = real(entry, rows)
+        sums = real(entry, rows)
         table[...] = 7
-        return crc
+        return sums
 
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
-        with mock.patch.object(arrays, "_chunk_crc32c", then_change):
+        with mock.patch.object(arrays, "_chunk_sums", then_change):
             saver.save(1, {"t": table})
             with pytest.raises(SaveFailed, match="changed while they were written"):
                 saver.wait()

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 import deltackpt
-from dlrm_jax import comparison, data, journal, main, trainer
+from dlrm_jax import comparison, journal, main, trainer
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
+#: How Orbax names the directory of a step until it is committed.
+UNFINISHED = ".orbax-checkpoint-tmp"
 _STEPS, _SAVE_EVERY = 80, 10
 #: Steps committed before the trainer may be killed.
 _COMMITTED_FIRST = 3
@@ -88,11 +89,8 @@ class Trainer:
             scale = 0.02 * options.scale
             self._arguments += ["--tables=kaggle", f"--scale={scale}", f"--data={options.data}"]
         settings = main.parsed(self._arguments)
-        rows = data.table_rows(settings.tables, settings.scale)
-        self.sizes = trainer.ModelOptions(
-            rows=rows, width=settings.width, bottom=settings.bottom, top=settings.top
-        )
-        self.source = main.batches(settings, rows)
+        self.sizes = main.model_options(settings)
+        self.source = main.batches(settings, self.sizes.rows)
 
     def start(self, *more: str, quiet: bool = False) -> subprocess.Popen[bytes]:
         """Starts the process."""
@@ -107,11 +105,6 @@ class Trainer:
         if status:
             sys.exit(f"the trainer failed with status {status}")
 
-    def committed(self) -> list[int]:
-        """Steps that stand in the directory."""
-        names = [path.name for path in self.directory.glob("*")]
-        return sorted(int(name) for name in names if name.isdecimal())
-
 
 def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
     """Kills the trainer while a step is partly written; returns the steps that it was killed in.
@@ -124,14 +117,14 @@ def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
         process = victim.start(*(["--resume"] if struck else []))
         unfinished = None
         while unfinished is None and process.poll() is None:
-            if len(victim.committed()) >= _COMMITTED_FIRST:
+            if len(committed(victim.directory)) >= _COMMITTED_FIRST:
                 unfinished = save_in_progress(victim.directory)
             time.sleep(_POLL_SECS)
         if unfinished is None:
             sys.exit("the trainer ended before it could be killed in a save")
         process.send_signal(signal.SIGKILL)
         process.wait()
-        struck.append(unfinished.name.removesuffix(_UNFINISHED))
+        struck.append(unfinished.name.removesuffix(UNFINISHED))
         if unfinished.exists():
             console.print(
                 f"[bold red]SIGKILL[/] to process {process.pid} while step {struck[-1]} was "
@@ -141,9 +134,15 @@ def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
         console.print(f"step {struck[-1]} was committed just before the kill: once more")
 
 
+def committed(directory: Path) -> list[int]:
+    """Steps that stand in the directory, ascending."""
+    names = [path.name for path in directory.glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def save_in_progress(directory: Path) -> Path | None:
     """The step directory that is partly written, None where no save is under way."""
-    for step_dir in directory.glob(f"*{_UNFINISHED}"):
+    for step_dir in directory.glob(f"*{UNFINISHED}"):
         chunks = step_dir.glob("embeddings*/part.*/*/*/c/**/*")
         if any(path.is_file() for path in chunks):
             return step_dir

@@ -21,9 +21,16 @@ class Journal:
     written as hexadecimal floats: equal text means equal bits.
     """
 
-    def __init__(self, console: Console, path: Path | None):
-        """Opens the file for appending."""
+    def __init__(self, console: Console, path: Path | None, processes: int = 1):
+        """Opens the file for appending.
+
+        Args:
+          console: where to print.
+          path: the file, None for none.
+          processes: of the run; the figures of a save are those of one of its parts.
+        """
         self._console = console
+        self._processes = processes
         self._file: IO[str] | None = None if path is None else path.open("a")
 
     def receive(self, event: events.Event) -> None:
@@ -32,8 +39,9 @@ class Journal:
             self.write("save", **dataclasses.asdict(event))
             share = event.rows / event.total_rows
             error = f", off by {event.relative_error:.2%}" if event.relative_error else ""
+            part = f"part {event.process} of {self._processes}: " if self._processes > 1 else ""
             self._console.print(
-                f"  step {event.step} saved: [bold]{event.kind}[/], {event.rows:,} rows "
+                f"  step {event.step} saved: [bold]{event.kind}[/], {part}{event.rows:,} rows "
                 f"({share:.1%}), {size(event.bytes_written)}{error}; blocked "
                 f"{event.blocked_secs * 1e3:.0f} ms, written in "
                 f"{(event.write_secs + event.digest_secs) * 1e3:.0f} ms"

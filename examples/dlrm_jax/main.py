@@ -3,6 +3,7 @@
 
 python examples/dlrm_jax/main.py --data train.txt --tables kaggle --scale 0.01
 python examples/dlrm_jax/main.py --resume
+python examples/dlrm_jax/main.py --processes 1  # on every device of this process
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,8 +23,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 import deltackpt
 from deltackpt import policy
+from deltackpt.options import Timeouts
 from dlrm_jax import data, trainer
 from dlrm_jax.journal import Journal, area_under_curve, size
+from dlrm_jax.placement import Placement
 
 POLICIES = {
     "consecutive": policy.Consecutive,
@@ -34,45 +38,79 @@ POLICIES = {
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parsed(arguments)
-    console = Console()
-    journal = Journal(console, options.journal)
-    rows = data.table_rows(options.tables, options.scale)
-    sizes = trainer.ModelOptions(
-        rows=rows, width=options.width, bottom=options.bottom, top=options.top
-    )
-    source = batches(options, rows)
+    placement = joined(options)
+    # One process speaks for all; the others take part in everything else.
+    speaks = jax.process_index() == 0
+    console = Console(quiet=not speaks)
+    journal = Journal(console, options.journal if speaks else None, jax.process_count())
+    sizes = model_options(options)
+    source = batches(options, sizes.rows)
     codec = deltackpt.CodecChoice(delta=options.codec, max_error=options.max_error)
     handlers = {"embeddings": trainer.checkpoint_tables(codec)}
     saving = deltackpt.ManagerOptions(
         policy=POLICIES[options.policy](),
         retention=options.keep,
         durability=options.durability,
+        timeouts=Timeouts(peers_secs=options.peers_secs),
     )
     with deltackpt.CheckpointManager(
         options.directory, handlers=handlers, options=saving, sinks=(journal,)
     ) as manager:
         if options.resume:
-            state = resumed(manager, sizes, console)
+            state = resumed(manager, sizes, placement, console)
+            if state is not None and options.digests:
+                journal.write("restored", step=int(state.step), digest=trainer.digest(state))
         elif manager.latest_step() is not None:
             sys.exit(f"{options.directory} holds step {manager.latest_step()}: give --resume")
         else:
             state = None
         if state is None:
-            state = trainer.init_state(sizes, options.seed)
-        total = sum(rows.values())
+            state = trainer.init_state(sizes, options.seed, placement)
+        total = sum(sizes.rows.values())
         console.print(
-            f"{len(rows)} tables, {total:,} rows of {options.width}, "
+            f"{len(sizes.rows)} tables, {total:,} rows of {options.width}, "
             f"{size(total * (options.width + 1) * 4)} with their optimizer slots"
         )
-        state = train(options, sizes, source, manager, state, journal, console)
+        state = train(options, sizes, placement, source, manager, state, journal, console)
         manager.wait()
-        journal.write("end", step=int(state.step), digest=trainer.digest(state))
+        if options.journal is not None:
+            journal.write("end", step=int(state.step), digest=trainer.digest(state))
     journal.close()
+
+
+def joined(options: argparse.Namespace) -> Placement | None:
+    """Where to train: on one device, or over the devices of ``--processes`` processes.
+
+    Starts ``jax.distributed`` where there are several.
+    """
+    if options.processes is None:
+        return None
+    if options.processes > 1:
+        jax.distributed.initialize(
+            options.coordinator,
+            options.processes,
+            options.process,
+            # By default process 0 would listen on every interface.
+            coordinator_bind_address=options.coordinator if options.process == 0 else None,
+            # Later than the manager gives up: its error says which save misses whose part, while
+            # jax aborts the process.
+            heartbeat_timeout_seconds=2 * options.peers_secs,
+            shutdown_timeout_seconds=options.peers_secs,
+        )
+    devices = jax.device_count()
+    for name in ("batch", "row_multiple"):
+        if getattr(options, name) % devices:
+            sys.exit(
+                f"--{name.replace('_', '-')}: expected a multiple of {devices}, the number of "
+                f"devices, found {getattr(options, name)}"
+            )
+    return Placement.over_all_devices()
 
 
 def train(
     options: argparse.Namespace,
     sizes: trainer.ModelOptions,
+    placement: Placement | None,
     source: data.Source,
     manager: deltackpt.CheckpointManager,
     state: trainer.TrainState,
@@ -83,12 +121,13 @@ def train(
 
     The AUC is that of predictions made before their batch was learnt (progressive validation).
     """
-    step = trainer.train_step(sizes)
+    step = trainer.train_step(sizes, placement=placement)
     window: list[tuple[jax.Array, jax.Array, np.ndarray]] = []
     started = time.perf_counter()
     for number in range(int(state.step), options.steps):
         batch = source.batch(number)
-        state, loss, logits = step(state, batch)
+        placed = batch if placement is None else placement.batch(batch)
+        state, loss, logits = step(state, placed)
         window.append((loss, logits, batch.labels))
         done = number + 1
         if done % options.print_every == 0 or done == options.steps:
@@ -103,15 +142,20 @@ def train(
             )
             window, started = [], time.perf_counter()
         if done % options.save_every == 0 or done == options.steps:
+            if options.digests:
+                journal.write("saved", step=done, digest=trainer.digest(state))
             manager.save(done, state)
     return state
 
 
 def resumed(
-    manager: deltackpt.CheckpointManager, sizes: trainer.ModelOptions, console: Console
+    manager: deltackpt.CheckpointManager,
+    sizes: trainer.ModelOptions,
+    placement: Placement | None,
+    console: Console,
 ) -> trainer.TrainState | None:
     """The newest intact step, restored behind a progress bar; None where there is none."""
-    template = jax.eval_shape(lambda: trainer.init_state(sizes, 0))
+    template = trainer.abstract_state(sizes, placement)
     bar = Progress(
         TextColumn("restoring"),
         BarColumn(),
@@ -136,7 +180,18 @@ def resumed(
     return result.state
 
 
-def batches(options: argparse.Namespace, rows: dict[str, int]) -> data.Source:
+def model_options(options: argparse.Namespace) -> trainer.ModelOptions:
+    """The model that the command line asks for."""
+    return trainer.ModelOptions(
+        rows=data.table_rows(options.tables, options.scale),
+        row_multiple=options.row_multiple,
+        width=options.width,
+        bottom=options.bottom,
+        top=options.top,
+    )
+
+
+def batches(options: argparse.Namespace, rows: Mapping[str, int]) -> data.Source:
     """Where the batches come from."""
     if options.data is not None:
         return data.CriteoFile(options.data, rows, options.batch)
@@ -157,6 +212,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, help="Criteo file, Kaggle TSV or CSV; default: synthetic traffic")
     add("--tables", default="thesis", help="thesis, kaggle, or a file with one number per line")
     add("--scale", type=float, default=1.0, help="factor on the tables' rows")
+    add("--row-multiple", type=int, default=8, help="pad tables to it: a multiple of the devices")
     add("--width", type=int, default=64, help="columns of the tables")
     add("--bottom", type=layers, default=(512, 512), help="hidden layers, e.g. 512-512")
     add("--top", type=layers, default=(1024, 1024, 1024), help="hidden layers")
@@ -174,7 +230,20 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the newest intact step")
     add("--print-every", type=int, default=20, help="steps between printed lines")
     add("--journal", type=Path, help="append losses, saves and the final digest as JSON lines")
-    return parser.parse_args(arguments)
+    add("--digests", action="store_true", help="also the SHA-256 of each saved or restored state")
+    group = parser.add_argument_group("devices", "default: one process on one device")
+    add = group.add_argument
+    add("--processes", type=int, help="train on every device of so many processes")
+    add("--process", type=int, help="which of several processes this one is, from 0 on")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens for the others")
+    add("--peers-secs", type=int, default=60, help="how long to wait for a silent process")
+    options = parser.parse_args(arguments)
+    place = (options.process, options.coordinator)
+    if options.processes is None and place != (None, None):
+        parser.error("--process and --coordinator need --processes: each would train alone")
+    if (options.processes or 1) > 1 and None in place:
+        parser.error("several --processes need --process and --coordinator")
+    return options
 
 
 if __name__ == "__main__":

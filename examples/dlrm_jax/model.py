@@ -23,13 +23,23 @@ Layer = dict[str, jax.Array]
 Dense = dict[str, list[Layer]]
 
 
-def init_tables(key: jax.Array, rows: Mapping[str, int], width: int) -> dict[str, jax.Array]:
-    """Embedding tables, (rows, width) float32, uniform as in the paper's reference code."""
+def init_tables(
+    key: jax.Array, rows: Mapping[str, int], width: int, row_multiple: int = 1
+) -> dict[str, jax.Array]:
+    """Embedding tables, (rows, width) float32, uniform as in the paper's reference code.
+
+    Args:
+      key: of the random numbers.
+      rows: table name to its rows.
+      width: columns of every table.
+      row_multiple: zeros follow the rows, up to a multiple of this.
+    """
     keys = jax.random.split(key, len(rows))
     tables = {}
     for table_key, (name, count) in zip(keys, rows.items(), strict=True):
         bound = float(np.sqrt(1.0 / count))
-        tables[name] = jax.random.uniform(table_key, (count, width), minval=-bound, maxval=bound)
+        table = jax.random.uniform(table_key, (count, width), minval=-bound, maxval=bound)
+        tables[name] = jnp.pad(table, ((0, -count % row_multiple), (0, 0)))
     return tables
 
 

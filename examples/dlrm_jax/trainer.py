@@ -7,17 +7,19 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import deltackpt
 from dlrm_jax import model
 from dlrm_jax.data import Batch
 from dlrm_jax.optimizer import row_wise_adagrad
+from dlrm_jax.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,9 @@ class ModelOptions:
 
     Attributes:
       rows: table name to its rows.
+      row_multiple: tables get further rows, of zeros, up to a multiple of this; no id names them.
+        jax splits arrays evenly only, and a number that does not depend on the devices lets a
+        state go from any number of devices to any other that divides it.
       width: columns of every table.
       bottom: hidden layers of the bottom MLP; a layer of ``width`` follows.
       top: hidden layers of the top MLP; the logit follows.
@@ -34,6 +39,7 @@ class ModelOptions:
     """
 
     rows: Mapping[str, int]
+    row_multiple: int = 1
     width: int = 64
     bottom: tuple[int, ...] = (512, 512)
     top: tuple[int, ...] = (1024, 1024, 1024)
@@ -45,7 +51,7 @@ class TrainState(NamedTuple):
     """Everything that a run needs to go on.
 
     Attributes:
-      tables: table name to (rows, width) float32.
+      tables: table name to (rows, width) float32, padding rows included.
       accumulators: table name to (rows,) float32, the slots of row-wise Adagrad.
       dense: both MLPs.
       opt_state: optax state of ``dense``.
@@ -73,10 +79,19 @@ def checkpoint_tables(
     )
 
 
-def init_state(options: ModelOptions, seed: int) -> TrainState:
-    """A state from which training starts."""
+def init_state(options: ModelOptions, seed: int, placement: Placement | None = None) -> TrainState:
+    """A state from which training starts.
+
+    Args:
+      options: sizes and rates.
+      seed: of the parameters.
+      placement: each device makes its own part; on one device without.
+    """
+    if placement is not None:
+        init = functools.partial(init_state, options, seed)
+        return jax.jit(init, out_shardings=state_shardings(placement))()
     table_key, dense_key = jax.random.split(jax.random.key(seed))
-    tables = model.init_tables(table_key, options.rows, options.width)
+    tables = model.init_tables(table_key, options.rows, options.width, options.row_multiple)
     dense = model.init_dense(dense_key, len(tables), options.width, options.bottom, options.top)
     return TrainState(
         tables=tables,
@@ -88,21 +103,63 @@ def init_state(options: ModelOptions, seed: int) -> TrainState:
     )
 
 
+def abstract_state(options: ModelOptions, placement: Placement | None = None) -> TrainState:
+    """Shapes and dtypes of a state, and its shardings where it has a placement."""
+    shapes = jax.eval_shape(functools.partial(init_state, options, 0))
+    if placement is None:
+        return shapes
+
+    def placed(sharding: jax.sharding.Sharding, leaf: jax.ShapeDtypeStruct) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    shardings = jax.tree.broadcast(state_shardings(placement), shapes)
+    return jax.tree.map(placed, shardings, shapes)
+
+
+def state_shardings(placement: Placement) -> TrainState:
+    """The shardings of a state, as a prefix of it: one for each of its fields."""
+    split: Any = placement.split
+    whole: Any = placement.whole
+    return TrainState(
+        tables=split,
+        accumulators=split,
+        dense=whole,
+        opt_state=whole,
+        step=whole,
+        touched=deltackpt.TouchState(clock=whole, stamps=split),
+    )
+
+
 def train_step(
-    options: ModelOptions, *, mark: bool = True
+    options: ModelOptions, *, mark: bool = True, placement: Placement | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array, jax.Array]]:
     """The jitted step: (state, batch) to (state, loss, logits of the batch before the update).
 
     Args:
       options: sizes and rates.
       mark: False leaves the TouchState alone, to measure what marking costs.
+      placement: of state and batch, where they are spread over devices; loss and logits are then
+        whole on each of them.
     """
     optimizer = optax.adam(options.dense_rate)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    shardings: dict[str, Any] = {}
+    if placement is not None:
+        whole = placement.whole
+        shardings["out_shardings"] = (state_shardings(placement), whole, whole)
+
+    def placed(array: jax.Array, where: Literal["split", "whole"]) -> jax.Array:
+        if placement is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, getattr(placement, where))
+
+    @functools.partial(jax.jit, donate_argnums=0, **shardings)
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, jax.Array]:
         numeric, ids_of, labels = jax.tree.map(jnp.asarray, batch)
-        looked_up = [state.tables[name][ids] for name, ids in ids_of.items()]
+        # Each device looks up the rows that it holds, for the samples of all, and is sent those of
+        # its own samples.
+        found = [placed(state.tables[name][ids], "whole") for name, ids in ids_of.items()]
+        looked_up = [placed(rows, "split") for rows in found]
 
         def loss_of(dense: model.Dense, rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             logits = model.logits(dense, numeric, rows)
@@ -112,12 +169,14 @@ def train_step(
         (loss, logits), (dense_gradient, row_gradients) = gradient(state.dense, looked_up)
         updates, opt_state = optimizer.update(dense_gradient, state.opt_state, state.dense)
         tables, accumulators = dict(state.tables), dict(state.accumulators)
+        # Samples of several devices may look up one row: each device sums the gradients of the
+        # whole batch and writes the rows that it holds. The tables themselves never travel.
         for (name, ids), gradients in zip(ids_of.items(), row_gradients, strict=True):
             tables[name], accumulators[name] = row_wise_adagrad(
                 tables[name],
                 accumulators[name],
                 ids,
-                gradients,
+                placed(gradients, "whole"),
                 learning_rate=options.table_rate,
             )
         touched = state.touched
@@ -137,10 +196,16 @@ def train_step(
 
 
 def digest(state: TrainState) -> str:
-    """SHA-256 over path, dtype, shape and bits of every leaf that a save holds."""
+    """SHA-256 over path, dtype, shape and bits of every leaf that a save holds.
+
+    It does not depend on the placement. Where a state is spread over processes, all of them must
+    call this, and each gathers one leaf at a time.
+    """
     total = hashlib.sha256()
     kept: Any = state._replace(touched=())
     for path, leaf in jax.tree_util.tree_leaves_with_path(kept):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
         array = np.ascontiguousarray(leaf)
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode())
         total.update(array.data)

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills one of two trainers in the middle of a save, and goes on with one, and with four.
+
+python examples/dlrm_jax/demo_multi.py
+
+Every run has four virtual CPU devices in all, whatever its number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import deltackpt
+from dlrm_jax import demo, journal, main, trainer
+
+_STEPS, _SAVE_EVERY = 48, 8
+#: Steps committed before a trainer may be killed.
+_COMMITTED_FIRST = 3
+_KILLS = 4
+#: After so long a silent process counts as gone.
+_PEERS_SECS = 15
+#: How long a run may take, and a trainer to report that another is gone.
+_RUN_SECS, _REPORT_SECS = 300, 90
+#: A save may be over after 0.1 s; nothing else is in a hurry.
+_SAVE_POLL_SECS, _POLL_SECS = 0.002, 0.1
+#: Relative difference of losses that the order of float32 sums explains: at the first step after a
+#: restart, and at later ones, where training has amplified it.
+_ROUNDING, _AMPLIFIED = 1e-6, 1e-4
+_ARGUMENTS = (
+    *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
+    *("--batch=512", "--bottom=128", "--top=256-128"),
+    *("--digests", f"--peers-secs={_PEERS_SECS}"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Processes, and the devices of each."""
+
+    processes: int
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.processes} x {self.devices}"
+
+
+class Run:
+    """``main.py`` in several processes at a time, which share a directory of checkpoints.
+
+    Attributes:
+      topology: where it runs.
+      directory: its checkpoints.
+      sizes: of its model.
+    """
+
+    def __init__(self, root: Path, name: str, topology: Topology, options: argparse.Namespace):
+        """Chooses the arguments; nothing is started yet."""
+        self.topology = topology
+        self.directory = root / name
+        self._journal = root / f"{name}.jsonl"
+        self._logs = [root / f"{name}.{process}.log" for process in range(topology.processes)]
+        self._arguments = [
+            *(*_ARGUMENTS, f"--scale={options.scale}"),
+            *(f"--directory={self.directory}", f"--journal={self._journal}"),
+        ]
+        self.sizes = main.model_options(main.parsed(self._arguments))
+
+    @contextlib.contextmanager
+    def started(self, *more: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+        """Starts the processes; none outlives the block."""
+        address = f"127.0.0.1:{free_port()}"
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.topology.devices}",
+        }
+        processes = []
+        try:
+            for number, log in enumerate(self._logs):
+                place = [f"--processes={self.topology.processes}", f"--process={number}"]
+                with log.open("wb") as output:
+                    process = subprocess.Popen(
+                        [
+                            *(sys.executable, main.__file__, *self._arguments, *more, *place),
+                            f"--coordinator={address}",
+                        ],
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                processes.append(process)
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    def run(self, *more: str) -> None:
+        """Runs the processes to their end."""
+        with self.started(*more) as processes:
+            deadline = time.monotonic() + _RUN_SECS
+            while any(process.poll() is None for process in processes):
+                self.check(processes, deadline)
+                time.sleep(_POLL_SECS)
+            self.check(processes, deadline)
+
+    def check(self, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+        """Ends the demonstration where a process has failed, or all take too long."""
+        for number, process in enumerate(processes):
+            if process.poll():
+                problem = f"process {number} ended with status {process.returncode}"
+                sys.exit(f"{self.topology}: {problem}\n{self.said(number, lines=30)}")
+        if time.monotonic() > deadline:
+            sys.exit(f"{self.topology}: not done after {_RUN_SECS} s\n{self.said(0, lines=30)}")
+
+    def said(self, process: int, lines: int = 0) -> str:
+        """What a process printed, or the last lines of it."""
+        text = self._logs[process].read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def reported(self, process: int) -> str | None:
+        """The first error of deltackpt in what a process printed, None where there is none."""
+        errors = re.search(r"^deltackpt\.errors\.(.*)$", self.said(process), re.MULTILINE)
+        return None if errors is None else errors[1]
+
+    def losses(self) -> dict[int, float]:
+        """Step to loss, of every step that was journalled."""
+        return {e["step"]: float.fromhex(e["loss"]) for e in journal.read(self._journal, "step")}
+
+    def restarted(self) -> tuple[int, str]:
+        """Step and digest of the state that the run restored."""
+        entry = journal.read(self._journal, "restored")[-1]
+        return entry["step"], entry["digest"]
+
+    def saved_digest(self, step: int) -> str:
+        """Digest of the state that the run gave to ``save(step)``, gathered from its devices."""
+        digests = {e["step"]: e["digest"] for e in journal.read(self._journal, "saved")}
+        return digests[step]
+
+    def stored_digest(self, step: int) -> str:
+        """Digest of a step on disk, read by this process alone."""
+        with deltackpt.CheckpointManager(
+            self.directory,
+            handlers={"embeddings": trainer.checkpoint_tables()},
+            options=deltackpt.ManagerOptions(read_only=True),
+        ) as manager:
+            return trainer.digest(manager.restore(step, trainer.abstract_state(self.sizes)).state)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The whole demonstration; returns the exit status."""
+    console = Console(highlight=False)
+    # Orbax warns that a directory opened read-only is read-only.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    jax.config.update("jax_platforms", "cpu")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="dlrm-demo-", dir=options.directory) as place:
+        root = Path(place)
+        whole = Run(root, "whole", Topology(2, 2), options)
+        killed = Run(root, "killed", Topology(2, 2), options)
+        others = [
+            Run(root, f"{topology}", topology, options)
+            for topology in (Topology(1, 4), Topology(4, 1))
+        ]
+
+        console.rule("[bold]1. Train on 2 processes x 2 devices, without interruption")
+        show_sizes(whole.sizes, console)
+        with console.status("training"):
+            whole.run()
+
+        console.rule("[bold]2. Train again, and kill one process in the middle of a save")
+        with console.status("training"):
+            kill_in_a_save(killed, console)
+        demo.show_directory(killed.directory, console)
+
+        console.rule("[bold]3. Restart on other numbers of processes, each from a copy")
+        for other in others:
+            shutil.copytree(killed.directory, other.directory)
+            with console.status(f"going on with {other.topology}"):
+                other.run("--resume")
+        step = demo.committed(killed.directory)[-1]
+        equal = show_states(step, killed, others, console)
+
+        console.rule("[bold]4. Compare the losses with the uninterrupted run")
+        close = show_losses(step, whole, killed, others, console)
+    console.print(
+        "[green]nothing was lost" if equal and close else "[red]the runs differ",
+        f"(done in {time.perf_counter() - started:.0f} s)",
+    )
+    return 0 if equal and close else 1
+
+
+def free_port() -> int:
+    """A port of the loopback interface on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def kill_in_a_save(victims: Run, console: Console) -> None:
+    """Kills the last process while a step is partly written; then, once it reported, the other.
+
+    A kill that comes too late finds the step committed; the run is then resumed and killed again.
+    """
+    for attempt in range(_KILLS):
+        with victims.started(*(["--resume"] if attempt else [])) as processes:
+            unfinished, deadline = None, time.monotonic() + _RUN_SECS
+            while unfinished is None:
+                victims.check(processes, deadline)
+                if all(process.poll() == 0 for process in processes):
+                    sys.exit("the trainers ended before one could be killed in a save")
+                if len(demo.committed(victims.directory)) >= _COMMITTED_FIRST:
+                    unfinished = demo.save_in_progress(victims.directory)
+                time.sleep(_SAVE_POLL_SECS)
+            processes[-1].send_signal(signal.SIGKILL)
+            processes[-1].wait()
+            step = int(unfinished.name.removesuffix(demo.UNFINISHED))
+            console.print(
+                f"[bold red]SIGKILL[/] to process {len(processes) - 1} (pid {processes[-1].pid}) "
+                f"while step {step} was being written"
+            )
+            show_report(victims, processes[0], console)
+        if step not in demo.committed(victims.directory):
+            return
+        console.print(f"step {step} was committed nevertheless: once more")
+    sys.exit(f"{_KILLS} kills came too late for the save that they were meant for")
+
+
+def show_report(victims: Run, survivor: subprocess.Popen[bytes], console: Console) -> None:
+    """Waits until process 0 has reported that another is missing, or has ended."""
+    started = time.monotonic()
+    while survivor.poll() is None and time.monotonic() < started + _REPORT_SECS:
+        if (report := victims.reported(0)) is not None:
+            console.print(f"process 0 reported after {time.monotonic() - started:.0f} s:")
+            console.print(f"  {report}", markup=False)
+            return
+        time.sleep(_POLL_SECS)
+    end = "still ran" if survivor.returncode is None else f"ended with {survivor.returncode}"
+    console.print(f"process 0 {end} after {time.monotonic() - started:.0f} s, without a report")
+
+
+def show_sizes(sizes: trainer.ModelOptions, console: Console) -> None:
+    """The tables and how they are padded."""
+    rows = sum(sizes.rows.values())
+    padded = sum(count + -count % sizes.row_multiple for count in sizes.rows.values())
+    console.print(
+        f"{len(sizes.rows)} tables, {rows:,} rows of {sizes.width}; each table is padded to a "
+        f"multiple of {sizes.row_multiple} rows, {padded:,} in all, so that 4 devices can share it"
+    )
+
+
+def show_states(step: int, killed: Run, others: Sequence[Run], console: Console) -> bool:
+    """Prints whether every topology restored what was saved, bit for bit, and returns it."""
+    saved = killed.saved_digest(step)
+    rows = [
+        (f"given to save() on {killed.topology}", step, saved),
+        ("read from disk by this process", step, killed.stored_digest(step)),
+        *((f"restored on {other.topology}", *other.restarted()) for other in others),
+    ]
+    table = Table("state", "step", "SHA-256 of every leaf", "", box=box.SIMPLE_HEAD)
+    found = []
+    for name, at, digest in rows:
+        found.append((at, digest) == (step, saved))
+        mark = "[green]equal" if found[-1] else "[red]DIFFERENT"
+        table.add_row(name, str(at), digest[:16], mark)
+    console.print(table)
+    return all(found)
+
+
+def show_losses(
+    step: int, whole: Run, killed: Run, others: Sequence[Run], console: Console
+) -> bool:
+    """Prints how far the losses are from the uninterrupted run's; whether rounding explains it."""
+    expected = whole.losses()
+    table = Table("losses of", box=box.SIMPLE_HEAD)
+    for name in ("steps", "equal bits", "first step", "greatest", "last loss"):
+        table.add_column(name, justify="right")
+    close = set(expected) == set(range(_STEPS))
+    for name, source, steps in (
+        (f"{killed.topology}, killed", killed, range(step)),
+        *((f"{other.topology}, restarted", other, range(step, _STEPS)) for other in others),
+    ):
+        losses = source.losses()
+        if not set(steps) <= set(losses):
+            sys.exit(f"{name}: losses of some of the steps {steps} are missing")
+        differences = relative_differences(losses, expected, steps)
+        close &= differences[0] <= _ROUNDING and max(differences) <= _AMPLIFIED
+        table.add_row(
+            name,
+            f"{steps[0]} to {steps[-1]}",
+            f"{np.count_nonzero(differences == 0)} of {len(steps)}",
+            f"{differences[0]:.1e}",
+            f"{max(differences):.1e}",
+            f"{losses[steps[-1]]:.7f}",
+        )
+    whole_steps, last = f"0 to {_STEPS - 1}", f"{expected[_STEPS - 1]:.7f}"
+    table.add_row(f"{whole.topology}, whole", whole_steps, "", "", "", last)
+    console.print(table)
+    console.print(
+        "First step and greatest are relative differences. Other numbers of devices sum the same "
+        f"float32 numbers in another order: up to {_ROUNDING:.0e} at the first step after the "
+        f"restart is rounding, and up to {_AMPLIFIED:.0e} what training may make of it."
+    )
+    return close
+
+
+def relative_differences(
+    found: dict[int, float], expected: dict[int, float], steps: Sequence[int]
+) -> np.ndarray:
+    """|found - expected| / |expected| of each of ``steps``, (steps,) float64."""
+    ours = np.array([found[step] for step in steps])
+    theirs = np.array([expected[step] for step in steps])
+    return np.abs(ours - theirs) / np.abs(theirs)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", type=float, default=0.25003, help="factor on the tables' rows")
+    parser.add_argument("--directory", type=Path, help="where to make a temporary directory")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(run(parsed()))
