@@ -44,7 +44,13 @@ from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
-from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, SaveReport
+from deltackpt.pipeline import (
+    Embeddings,
+    PendingSave,
+    PipelineOptions,
+    RefusedSave,
+    SaveReport,
+)
 from deltackpt.policy import Decision
 from deltackpt.restore import Progress, RestoredTables
 from deltackpt.root import Root
@@ -65,7 +71,7 @@ class _SaveArguments:
 @dataclasses.dataclass(eq=False)
 class _InFlight:
     step: int
-    pending: PendingSave
+    pending: PendingSave | RefusedSave
     blocked_secs: float
     started: float
 
@@ -380,7 +386,13 @@ class CheckpointManager:
             staging=self._staging,
             force_base=arguments.force_base,
         )
-        pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
+        pending: PendingSave | RefusedSave
+        try:
+            pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
+        except Exception as error:
+            if self._peers.count == 1:
+                raise
+            pending = RefusedSave(error)
         args: dict[str, ocp.args.CheckpointArgs] = {self._item: v0.DeltaSave(pending)}
         if split.layout.dense:
             args[layout.DENSE_ITEM] = dense.save_args(split.dense)
@@ -392,10 +404,13 @@ class CheckpointManager:
                 force=True,
             )
         except BaseException:
-            pending.abandon()
-            self._lineage.failed(pending.intent.save_id)
+            self._give_up(pending)
             self._orbax.reload()
             raise
+        if isinstance(pending, RefusedSave):
+            self._in_flight = _InFlight(step, pending, 0.0, started)
+            assert pending.failure is not None
+            raise pending.failure
         pending.wait_copied()
         flight = self._in_flight = _InFlight(step, pending, 0.0, started)
         pending.proceed.set()
@@ -404,6 +419,12 @@ class CheckpointManager:
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
+
+    def _give_up(self, pending: PendingSave | RefusedSave) -> None:
+        """Ends a save that failed; it stays the parent of the next where it was committed."""
+        if isinstance(pending, PendingSave):
+            self._lineage.failed(pending.intent.save_id)
+            pending.abandon()
 
     def _wait_released(self, pending: PendingSave, step: int) -> None:
         if not pending.released.wait(self.options.timeouts.save_secs):
@@ -471,8 +492,7 @@ class CheckpointManager:
             raise
         except Exception as error:
             failure = _Failure(flight.step, error)
-            self._lineage.failed(flight.pending.intent.save_id)
-            flight.pending.abandon()
+            self._give_up(flight.pending)
             self._reset_orbax()
         self._in_flight = None
         if failure is None:
@@ -488,6 +508,7 @@ class CheckpointManager:
             warnings.warn(f"the save of step {failure.step} failed: {failure.cause}", stacklevel=3)
 
     def _report(self, flight: _InFlight) -> None:
+        assert isinstance(flight.pending, PendingSave)
         report = flight.pending.report
         assert report is not None
         self._reports.append(report)

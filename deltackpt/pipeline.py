@@ -406,6 +406,30 @@ class PendingSave:
         self.released.set()
 
 
+class RefusedSave:
+    """A save that this process cannot take, and the other processes begin all the same.
+
+    It goes through Orbax like a ``PendingSave``, so that no process waits for this one at a
+    barrier, and tells the others why there will be no part of it.
+    """
+
+    def __init__(self, cause: Exception):
+        """Made by the manager of one of several processes."""
+        self.failure: BaseException | None = cause
+        self._cause = cause
+
+    def write(self, item_dir: Path) -> SaveReport:
+        """Leaves a note for the others, and raises the cause."""
+        peers = Rendezvous(
+            item_dir=item_dir,
+            process=processes.index(),
+            count=processes.count(),
+            timeout_secs=0.0,
+        )
+        peers.fail(self._cause)
+        raise self._cause
+
+
 def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     """Takes what a save needs from the training state; the blocking half of a save.
 
@@ -447,7 +471,7 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             split.layout, split.fields, stamps, intent.since_clock, staging
         )
         nbytes = sum(segment.nbytes for segment in segments)
-        _require_room(step_dir.parent, nbytes, step)
+        require_room(step_dir.parent, nbytes, step)
         if not whole and staging.fits(nbytes):
             copied = []
             for segment in segments:
@@ -493,7 +517,12 @@ def _itemsize(dtype: str) -> int:
     return codecs.dtype_of(dtype).itemsize
 
 
-def _require_room(root: Path, nbytes: int, step: int) -> None:
+def require_room(root: Path, nbytes: int, step: int) -> None:
+    """Checks that a file system has room.
+
+    Raises:
+      OutOfSpace: it has not.
+    """
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = files.free_bytes(existing)
     if free < nbytes:

@@ -445,7 +445,11 @@ def _zeros(
     """int32 zeros; outside jit nothing is compiled (40 ms for each shape of a new process)."""
     if traced:
         return jnp.zeros(shape, jnp.int32, device=sharding)
-    return jax.device_put(np.zeros(shape, np.int32), sharding)
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(np.zeros(shape, np.int32), sharding)
+    # Of an array of several processes each makes its own shards only.
+    shard = np.zeros(sharding.shard_shape(shape), np.int32)
+    return jax.make_array_from_callback(shape, sharding, lambda index: shard)
 
 
 def _row_sharding(table: Any) -> jax.sharding.Sharding | None:

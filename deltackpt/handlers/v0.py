@@ -18,7 +18,7 @@ from deltackpt.handlers.orbax_private import (
     CommitFutureAwaitingContractedSignals,
 )
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-from deltackpt.pipeline import Embeddings, PendingSave
+from deltackpt.pipeline import Embeddings, PendingSave, RefusedSave
 from deltackpt.restore import AbstractEmbeddings, RestoredTables
 
 
@@ -72,7 +72,7 @@ class DeltaHandler(AsyncCheckpointHandler):
 class DeltaSave(ocp.args.CheckpointArgs):
     """Save arguments: ``Embeddings``, or a snapshot of them that was already taken."""
 
-    item: Embeddings | PendingSave
+    item: Embeddings | PendingSave | RefusedSave
 
 
 @ocp.args.register_with_handler(DeltaHandler, for_restore=True)

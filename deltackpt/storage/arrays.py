@@ -324,22 +324,24 @@ def _check_tail(path: Path, tail: bytes, expected: int) -> None:
 
 @contextlib.contextmanager
 def _chunk_file(path: Path) -> Iterator[io.FileIO]:
-    """The file of a chunk, its absence told as damage."""
+    """The file of a chunk; where it cannot be opened the chunk is damaged."""
     name = files.object_name(path, 7)
     try:
-        with open(path, "rb", buffering=0) as file:
-            yield file
+        file = open(path, "rb", buffering=0)
     except FileNotFoundError as error:
         raise Damaged(name, "a chunk", "no such file") from error
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        if error.errno == errno.EINVAL:  # A seek before the start of a file that is too short.
-            raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
-        raise StorageError(
-            f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
-            "system and its permissions, then try again"
-        ) from error
+        raise Damaged(name, "a chunk that can be read", f"{error.strerror}") from error
+    with file:
+        try:
+            yield file
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # A seek before the start of a file that is too short.
+                raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
+            raise StorageError(
+                f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
+                "system and its permissions, then try again"
+            ) from error
 
 
 def _read_chunk(path: Path, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int) -> None:
