@@ -3,8 +3,9 @@
 
 Run ``python tests/golden/make_golden.py`` after a change of ``FORMAT_VERSION``, and commit what it
 writes beside the earlier versions, which every later deltackpt goes on reading. ``v<n>`` holds
-states that a formula gives; ``encodings-v<n>`` what codecs made of them, and the digests of what is
-decoded: encoders may improve, decoding may not change.
+states that a formula gives; ``parts-v<n>`` the same, written by two processes; ``encodings-v<n>``
+what codecs made of them, and the digests of what is decoded: encoders may improve, decoding may
+not change.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,19 +114,69 @@ def digests(state: dict) -> dict[str, str]:
     }
 
 
+#: How the tables lie over two processes: by rows, whole on both, and by columns.
+SPECS = {
+    "users": ("x",),
+    "items": ("x",),
+    "half": (),
+    "coarse": (None, "x"),
+    "ids": ("x",),
+}
+
+
+def shared_state_at(step: int) -> dict:
+    """The golden state as global arrays of two processes of one device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+
+    def placed(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        table = path[-1].key
+        spec = SPECS.get(table, ())[: leaf.ndim] if path[0].key != "dense" else ()
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree_util.tree_map_with_path(placed, state_at(step))
+
+
+def write_in_two_processes(root: Path) -> None:
+    """Writes a golden directory by two processes of this script."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, str(root), str(port)]
+    children = [subprocess.Popen([*command, str(process)]) for process in (0, 1)]
+    try:
+        assert [child.wait(120) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def write_as_one_of_two(root: Path, port: str, process: int) -> None:
+    """What each of the two processes does."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, 2, process, coordinator_bind_address=address)
+    write(root, handlers(), shared_state_at)
+
+
 def write(root: Path, handlers: dict[str, Any], state_of: Callable[[int], dict]) -> None:
     """Writes the steps of one golden directory."""
     touched = deltackpt.touched.init(
-        {f"tables/{name}": leaf for name, leaf in state_at(10)["tables"].items()}
+        {f"tables/{name}": leaf for name, leaf in state_of(10)["tables"].items()}
     )
     options = deltackpt.ManagerOptions(policy=deltackpt.Consecutive(max_restore_ratio=100))
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         for step in STEPS:
             if step != STEPS[0]:
-                touched = touched_at(touched, step)
+                touched = jax.jit(touched_at, static_argnums=1)(touched, step)
             manager.save(step, state_of(step), touched=touched)
     for leftover in root.glob("lease.*"):
-        leftover.unlink()
+        leftover.unlink(missing_ok=True)
     shutil.rmtree(root / layout.TRASH, ignore_errors=True)
 
 
@@ -131,6 +185,9 @@ def main() -> None:
     plain = HERE / f"v{manifest.FORMAT_VERSION}"
     if not plain.exists():
         write(plain, HANDLERS, state_at)
+    parts = HERE / f"parts-v{manifest.FORMAT_VERSION}"
+    if not parts.exists():
+        write_in_two_processes(parts)
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)
@@ -145,4 +202,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        write_as_one_of_two(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
