@@ -7,15 +7,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: help demo test test-long bench lint types layers docs format clean
+.PHONY: help demo demo-multi test test-long bench lint types layers docs format clean
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
+	@echo "make demo-multi the same with 2 processes, resumed on 1 and on 4"
 	@echo "make test       the suite without the long loops"
 	@echo "make test-long  the kill, power-cut and multi-process loops"
 	@echo "make bench      the measured tables of docs/benchmarks.md"
 	@echo "make lint types layers docs format clean"
-	@echo "ARGS='...' is passed on to demo, test, test-long and bench"
+	@echo "ARGS='...' is passed on to demo, demo-multi, test, test-long and bench"
 
 # Keyed on what decides the contents of the environment: nothing happens on a second call.
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
@@ -24,6 +25,9 @@ $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 
 demo: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo.py $(ARGS)
+
+demo-multi: $(READY)
+	$(BIN)/python examples/dlrm_jax/demo_multi.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -37,6 +41,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/tracking.py $(ARGS)
 	$(BIN)/python benchmarks/training.py $(ARGS)
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 import ways  # noqa: F401  (makes the example importable)
 from dlrm_jax import data, trainer
-from report import Report, Sample, arguments
+from report import Report, Sample, arguments, percent, speed
 
 from deltackpt import codecs, encode, field_writer, merge
 from deltackpt.blocks import VALUES, EncodedBlock
@@ -105,14 +105,13 @@ def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
 def decode(name: str, stored: Stored, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
     """Seconds until all rows are decoded and stand in the table."""
     spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
-    target = Target(
-        group="g", field=VALUES, rows=(0, len(table)), columns=(0, table.shape[1]), buffer=table
-    )
+    columns = (0, table.shape[1])
+    target = Target(group="g", field=VALUES, rows=(0, len(table)), columns=columns, buffer=table)
 
     def merged(start: int) -> int:
         stop = min(start + step, len(table))
         part = {key: array[start:stop] for key, array in stored.arrays.items()}
-        block = EncodedBlock("g", range(start, stop), target.columns, part)
+        block = EncodedBlock("g", range(start, stop), columns, part)
         return merge.apply_encoded(block, [spec], [target])
 
     step = -(-len(table) // _THREADS)
@@ -208,19 +207,9 @@ def add_errors(report: Report, root: Path, inputs: dict[str, np.ndarray]) -> Non
             report.section()
 
 
-def speed(value: float) -> str:
-    """Seconds for a GB as GB in a second."""
-    return f"{1 / value:.2f} GB/s"
-
-
 def plainly(value: float) -> str:
     """A number with one decimal."""
     return f"{value:.1f}"
-
-
-def percent(value: float) -> str:
-    """A fraction in per cent."""
-    return f"{value:.3%}"
 
 
 def run(options: argparse.Namespace, root: Path) -> None:

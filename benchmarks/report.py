@@ -195,6 +195,21 @@ def megabytes(value: float) -> str:
     return f"{value / 1e6:.1f} MB"
 
 
+def times(value: float) -> str:
+    """A multiple of the undisturbed time."""
+    return f"x {value:.2f}"
+
+
+def percent(value: float) -> str:
+    """A fraction in per cent."""
+    return f"{value:.3%}"
+
+
+def speed(value: float) -> str:
+    """Seconds for a GB as GB in a second."""
+    return f"{1 / value:.2f} GB/s"
+
+
 def machine() -> str:
     """The machine and the versions, in a line."""
     names = ("deltackpt", "jax", "orbax-checkpoint", "tensorstore", "numpy")

@@ -24,7 +24,7 @@ import jax
 import once
 import state as states
 import ways
-from report import Report, Sample, arguments, megabytes, secs, timed
+from report import Report, Sample, arguments, megabytes, secs, timed, times
 
 TOUCHED = 0.05
 #: Deltas on the base that is restored.
@@ -296,11 +296,6 @@ def add_memory(report: Report, found: Figures) -> None:
 def sample(found: Figures, what: str, name: str) -> Sample:
     """One of the figures."""
     return Sample(tuple(found[what, name]))
-
-
-def times(value: float) -> str:
-    """A multiple of the undisturbed time."""
-    return f"x {value:.2f}"
 
 
 def states_of(value: float) -> str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 import ways  # noqa: F401  (makes the example importable)
 from dlrm_jax import data, trainer
-from report import Report, Sample, arguments, secs, timed
+from report import Report, Sample, arguments, percent, secs, timed
 
 import deltackpt
 from deltackpt import fingerprint
@@ -144,11 +144,6 @@ def run(options: argparse.Namespace) -> None:
     )
     report.state("fingerprints of all rows, per save", prints, secs)
     report.show(options.json)
-
-
-def percent(value: float) -> str:
-    """A share of a step."""
-    return f"{value:.3%}"
 
 
 def main() -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,12 +79,16 @@ def assert_same(found: dict, expected: dict) -> None:
         assert left.tobytes() == right.tobytes(), name
 
 
-def decoded(codec: str, rows: np.ndarray) -> np.ndarray:
+def decoded(
+    codec: str,
+    rows: np.ndarray,
+    encoder: Callable[[codecs.Codec, np.ndarray], encode.Encoded] = encode.on_host,
+) -> np.ndarray:
     """What a codec makes of rows, each encoded by itself; rows it does not hold as they are."""
     chosen, out = codecs.get(codec), np.empty_like(rows)
     for start in range(0, len(rows), 64):
         part = rows[start : start + 64]
-        encoded = encode.on_host(chosen, part)
+        encoded = encoder(chosen, part)
         shapes = chosen.stored(rows.shape[1:], rows.dtype)
         chosen.decode(
             {key: np.asarray(encoded.arrays[key]).view(shapes[key].dtype) for key in shapes},

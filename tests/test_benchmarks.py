@@ -56,6 +56,8 @@ def test_json_says_which_bars_hold(tmp_path, capsys):
             ["--steps", "8", "--seeds", "2", "--restores", "2", "--codecs", "adaptive2"],
         ),
         ("codecs.py", ["--scale", "0.01", "--repeats", "1", "--steps", "5"]),
+        ("gpu.py", ["--allow-cpu", "--scale", "0.01", "--repeats", "1", "--steps", "6"]),
+        ("scaling.py", ["--scale", "0.02", "--repeats", "1", "--processes", "1", "2"]),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
         (
             "training.py",

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves of a state on a GPU: what training sees of them, against Orbax, and encoding there.
+
+A loop dispatches training steps a few ahead, as real ones do, and notes when the device completes
+each. A save comes between two dispatches; what save() takes includes the steps in flight, for which
+every save waits. From the completions follow: the time without a step at the save (the gap between
+the last step dispatched before it and the first one after it, less an undisturbed step: the device
+is idle then, or gathers and encodes), the steps' time while the save is in flight, and the training
+time lost until it is committed. The tables are donated at every step.
+
+python benchmarks/gpu.py --json gpu.json
+python benchmarks/gpu.py --allow-cpu --scale 0.01 --repeats 1 --steps 6      # a smoke test
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import state as states
+import ways
+from jax import lax
+from report import Report, Sample, arguments, percent, secs, speed, timed, times
+
+import deltackpt
+from deltackpt import codecs, encode
+
+TOUCHED = 0.05
+#: Steps that are waiting for the device or running there.
+AHEAD = 3
+#: What is saved: name to (way, kind).
+SAVES = {
+    "base, hold": ("power", "base"),
+    "delta": ("power", "delta"),
+    "delta, adaptive4": ("adaptive4", "delta"),
+    "base, block": ("power-block", "base"),
+    "Orbax defaults": ("orbax", "full"),
+    "Orbax tuned": ("orbax-tuned", "full"),
+}
+OURS = tuple(name for name, (way, _) in SAVES.items() if not way.startswith("orbax"))
+THEIRS = tuple(name for name in SAVES if name not in OURS)
+#: (figure, words, bar of deltas).
+FIGURES = (
+    ("blocked", "save() takes", 1.0),
+    ("gap", "without a step at the save", None),
+    ("lost", "training time lost", 1 / 15),
+    ("committed", "durable under training", None),
+)
+CODECS = ("bf16", "int8", "int4", "adaptive4", "adaptive2")
+#: Rows that are encoded at once: 64 MiB, as a save on a device does.
+ENCODED_ROWS = 1 << 18
+
+#: Seconds by (figure, save), one for each round.
+Figures = dict[tuple[str, str], list[float]]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def train(state: states.State, ids: dict[str, Any], work: int) -> tuple[states.State, jax.Array]:
+    """A training step: lookups, ``work`` times the matrix products, updates."""
+    looked_up = [state.tables[name][rows] for name, rows in ids.items()]
+    batch = jnp.concatenate(looked_up, axis=1)
+    width = next(iter(state.dense.values())).shape[0]
+    hidden = jnp.pad(batch, ((0, 0), (0, width - batch.shape[1])))
+
+    def layers(_: int, hidden: jax.Array) -> jax.Array:
+        for kernel in state.dense.values():
+            hidden = jnp.tanh(hidden @ kernel)
+        return hidden
+
+    loss = jnp.mean(lax.fori_loop(0, work, layers, hidden))
+    tables, accumulators = dict(state.tables), dict(state.accumulators)
+    for name, rows in ids.items():
+        tables[name] = tables[name].at[rows].add(-1e-6 * loss)
+        accumulators[name] = accumulators[name].at[rows].add(1e-6)
+    touched = deltackpt.touched.mark(state.touched, ids)
+    return state._replace(tables=tables, accumulators=accumulators, touched=touched), loss
+
+
+class Loop:
+    """Training that runs ahead of the device; a thread notes when each step is complete."""
+
+    def __init__(self, state: states.State, step_secs: float):
+        """Compiles the step and makes it last ``step_secs`` at least."""
+        self.state = state
+        self.completed: list[float] = []
+        self._ids = [jax.device_put(states.lookups(state, seed)) for seed in range(8)]
+        self._room = threading.Semaphore(AHEAD)
+        self._pending: queue.SimpleQueue[jax.Array | None] = queue.SimpleQueue()
+        self._count = 0
+        self._work = 1
+        while self._alone() < step_secs:
+            self._work *= 2
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watcher.start()
+
+    def steps(self, count: int) -> None:
+        """Dispatches steps; waits where too many are not complete."""
+        for _ in range(count):
+            self._room.acquire()
+            ids = self._ids[self._count % len(self._ids)]
+            self.state, loss = train(self.state, ids, self._work)
+            self._pending.put(loss)
+            self._count += 1
+
+    def begin(self) -> None:
+        """Forgets the completions of earlier steps, once all are complete."""
+        self.drain()
+        self.completed.clear()
+        self._count = 0
+
+    def drain(self) -> None:
+        """Waits until every step is complete and noted."""
+        for _ in range(AHEAD):
+            self._room.acquire()
+        self._room.release(AHEAD)
+
+    @property
+    def dispatched(self) -> int:
+        """Steps since ``begin``."""
+        return self._count
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._pending.put(None)
+        self._watcher.join()
+
+    def _alone(self) -> float:
+        """Seconds of a step that nothing runs beside; the least of three."""
+
+        def once() -> None:
+            self.state, loss = train(self.state, self._ids[0], self._work)
+            jax.block_until_ready((self.state, loss))
+
+        return min(timed(once) for _ in range(3))
+
+    def _watch(self) -> None:
+        while (loss := self._pending.get()) is not None:
+            loss.block_until_ready()
+            self.completed.append(time.perf_counter())
+            self._room.release()
+
+
+def disturbed(
+    loop: Loop, manager: ways.Way, step: int, kind: str, quiet_steps: int, pool: ThreadPoolExecutor
+) -> dict[str, float]:
+    """Figures of one save under training."""
+    loop.begin()
+    loop.steps(quiet_steps)
+    first = loop.dispatched
+    started = time.perf_counter()
+    manager.save(step, loop.state, base=kind == "base")
+    blocked = time.perf_counter() - started
+    commit = pool.submit(committed_at, manager)
+    # Two steps at the least: the gap before the first, and an interval of steps after it.
+    loop.steps(2)
+    while not commit.done():
+        loop.steps(1)
+    last = loop.dispatched
+    loop.steps(quiet_steps)
+    loop.drain()
+    done = np.array(loop.completed)
+    gaps = np.diff(done)
+    # Of the first steps the device waits for the host.
+    quiet = float(np.median([*gaps[AHEAD : first - 1], *gaps[last:]]))
+    found = {
+        "blocked": blocked,
+        "gap": gaps[first - 1] - quiet,
+        "lost": done[last - 1] - done[first - 1] - (last - first) * quiet,
+        "committed": commit.result() - started,
+        "slower": (done[last - 1] - done[first]) / (last - 1 - first) / quiet,
+        "quiet": quiet,
+    }
+    return {figure: float(value) for figure, value in found.items()}
+
+
+def committed_at(manager: ways.Way) -> float:
+    """Waits for the save in flight; the time at which it was committed."""
+    manager.wait()
+    return time.perf_counter()
+
+
+def measure_training(root: Path, state: states.State, options: argparse.Namespace) -> Figures:
+    """What every kind of save costs training, in turn."""
+    found: Figures = defaultdict(list)
+    managers = {way: ways.WAYS[way](root / way) for way, _ in SAVES.values()}
+    loop = Loop(state, options.step_secs)
+    step = 0
+    with ThreadPoolExecutor(1, "wait") as pool:
+        for number in range(options.repeats + 1):
+            for name, (way, kind) in SAVES.items():
+                step += 2
+                if kind == "delta":
+                    managers[way].save(step - 1, loop.state, base=True)
+                    managers[way].wait()
+                ids = states.random_ids(loop.state, TOUCHED, step)
+                loop.state = jax.block_until_ready(states.change(loop.state, ids))
+                ways.settle(loop.state)
+                figures = disturbed(loop, managers[way], step, kind, options.steps, pool)
+                # The first round compiles.
+                if number:
+                    for figure, value in figures.items():
+                        found[figure, name].append(value)
+                ways.keep_only(managers[way].root, step - 1)
+    loop.close()
+    for manager in managers.values():
+        manager.close()
+    return found
+
+
+def measure_encoding(rows: jax.Array, rounds: int) -> Figures:
+    """Seconds for each GB of rows on the device, by codec, in turn."""
+    found: Figures = defaultdict(list)
+    for number, name in itertools.product(range(rounds + 1), CODECS):
+        codec = codecs.get(name)
+        seconds = timed(lambda: jax.block_until_ready(encode.encode(codec, rows)))  # noqa: B023
+        if number:
+            found["encode", name].append(seconds / rows.nbytes * 1e9)
+    return found
+
+
+def alike(name: str, rows: jax.Array) -> float:
+    """Share of rows for which the device and the CPU store the same bytes."""
+    codec, count = codecs.get(name), rows.shape[0]
+    on_device = encode.to_host(encode.encode(codec, rows), count)
+    on_host = encode.on_host(codec, np.asarray(rows))
+    same = np.ones(count, bool)
+    for suffix, array in on_host.arrays.items():
+        equal = np.asarray(on_device.arrays[suffix]) == np.asarray(array)
+        same &= equal.reshape(count, -1).all(axis=1)
+    return float(same.mean())
+
+
+def add_training(report: Report, found: Figures) -> None:
+    """Lines of what saves cost training."""
+    for figure, words, bar in FIGURES:
+        for name, other in itertools.product(OURS, THEIRS):
+            report.compare(
+                f"{name}: {words}",
+                sample(found, figure, name),
+                other,
+                sample(found, figure, other),
+                secs,
+                bar=bar if name == "delta" else None,
+            )
+        report.section()
+    for name in SAVES:
+        report.state(f"{name}: steps meanwhile", sample(found, "slower", name), times)
+    report.state("undisturbed step", sample(found, "quiet", "delta"), secs)
+    report.section()
+
+
+def add_encoding(report: Report, found: Figures, rows: jax.Array) -> None:
+    """Lines of encoding on the device."""
+    for name in CODECS:
+        report.state(f"{name}: encode on the device", sample(found, "encode", name), speed)
+    few = rows[: encode.piece_rows(rows.shape[1:])]
+    for name in CODECS:
+        same = Sample((alike(name, few),))
+        report.state(f"{name}: rows stored as the CPU encodes them", same, percent)
+
+
+def sample(found: Figures, figure: str, name: str) -> Sample:
+    """One of the figures."""
+    return Sample(tuple(found[figure, name]))
+
+
+def run(options: argparse.Namespace, root: Path) -> None:
+    """Measures and prints the table."""
+    device = jax.devices()[0]
+    state = states.make(options.scale)
+    rows = sum(table.shape[0] for table in state.tables.values())
+    report = Report(
+        "Saves of a state on a GPU",
+        sizes=(
+            f"{device.device_kind} ({device.platform}); {rows:,} rows of {states.WIDTH} float32, "
+            f"{states.nbytes(state) / 1e9:.2f} GB with slots and the dense part; {TOUCHED:.0%} of "
+            f"the rows touched between saves; {AHEAD} steps ahead; {options.repeats} interleaved "
+            "rounds, median (range)"
+        ),
+    )
+    report.note(ways.TUNED)
+    if device.platform != "gpu":
+        report.note("Not on a GPU: this shows that the benchmark runs, and nothing else.")
+    found = measure_training(root, state, options)
+    add_training(report, found)
+    count = max(1024, round(ENCODED_ROWS * min(1.0, options.scale)))
+    random = jax.random.normal(jax.random.key(0), (count, states.WIDTH))
+    add_encoding(report, measure_encoding(random, options.repeats), random)
+    report.show(options.json)
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = arguments(__doc__)
+    parser.add_argument("--allow-cpu", action="store_true", help="run where there is no GPU")
+    parser.add_argument("--steps", type=int, default=30, help="undisturbed, around each save")
+    parser.add_argument("--step-secs", type=float, default=0.01, help="of a training step, least")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu" and not options.allow_cpu:
+        parser.error(f"expected a GPU, found {jax.default_backend()}; see --allow-cpu")
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=options.directory) as place:
+        run(options, Path(place))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
