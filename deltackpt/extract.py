@@ -319,9 +319,10 @@ def field_sources(
       stamps: table name to stamps, (rows,); empty where every row is written.
     """
     by_columns: dict[Span, list[FieldShard]] = {}
-    for turn, table in enumerate(manifest.members(group, layout.tables)):
+    turns = {table.name: turn for turn, table in enumerate(layout.tables)}
+    for table in manifest.members(group, layout.tables):
         leaf = leaves[table.name][spec.name]
-        for share in ownership.shares(leaf, stamps.get(table.name), turn=turn):
+        for share in ownership.shares(leaf, stamps.get(table.name), turn=turns[table.name]):
             start, stop = share.box.rows
             shard = FieldShard(table.offset + start, table.offset + stop, share.data, share.skip)
             by_columns.setdefault(share.box.columns, []).append(shard)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from deltackpt import events, layout, pipeline, processes, restore, stored, tables, touched
@@ -39,7 +41,7 @@ from deltackpt.errors import (
 )
 from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
-from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
+from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
 from deltackpt.options import ManagerOptions, WhenBusy
@@ -52,6 +54,7 @@ from deltackpt.pipeline import (
     SaveReport,
 )
 from deltackpt.policy import Decision
+from deltackpt.rendezvous import Rendezvous
 from deltackpt.restore import Progress, RestoredTables
 from deltackpt.root import Root
 from deltackpt.staging import Staging
@@ -74,6 +77,10 @@ class _InFlight:
     pending: PendingSave | RefusedSave
     blocked_secs: float
     started: float
+    #: Stages of one of several processes: all its files are written, the step is committed.
+    written: bool = False
+    committed: bool = False
+    failure: BaseException | None = None
 
 
 class CheckpointManager:
@@ -123,8 +130,10 @@ class CheckpointManager:
         self._item, self._tables, self._extra = sorted_handlers(handlers)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._closed = False
-        self._peers = Peers(self.options.timeouts.peers_secs)
+        self._closed = True  # Until it is open.
+        self._peers = Peers(
+            os.fspath(directory), self.options.timeouts.peers_secs, alone=self.options.alone
+        )
         self._root, run = self._open_root(directory)
         self._lineage = Lineage(self.options.policy, item=self._item, run=run)
         self._staging = Staging(self.options.staging_bytes)
@@ -132,10 +141,11 @@ class CheckpointManager:
         self._committed_at = 0.0
         self._due: int | None = None
         self._restored: int | None = None
-        #: Whether steps later than the restored one are to be moved aside.
-        self._later = False
+        #: Whether a failed save of several processes left its temporary directory.
+        self._leftovers = False
         self._reports: list[SaveReport] = []
         self._orbax = self._open_orbax()
+        self._closed = False
 
     # Saving.
 
@@ -371,7 +381,7 @@ class CheckpointManager:
         if self._peers.count == 1:
             # Of several processes one holds the lease: its commit checks it, and tells the others.
             self._root.check_lease()
-        self._roll_back()
+        self._roll_back(step)
         split = tables.split(state, self._tables)
         embeddings = Embeddings(
             split=split,
@@ -397,15 +407,18 @@ class CheckpointManager:
         if split.layout.dense:
             args[layout.DENSE_ITEM] = dense.save_args(split.dense)
         try:
-            self._orbax.save(
-                step,
-                args=ocp.args.Composite(**args, **dict(arguments.items or {})),
-                metrics=arguments.metrics,
-                force=True,
-            )
-        except BaseException:
+            with barrier_secs(self.options.timeouts.peers_secs):
+                self._orbax.save(
+                    step,
+                    args=ocp.args.Composite(**args, **dict(arguments.items or {})),
+                    metrics=arguments.metrics,
+                    force=True,
+                )
+        except BaseException as error:
             self._give_up(pending)
             self._orbax.reload()
+            if self._peers.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                raise self._peers.named(f"starting the save of step {step}", error) from error
             raise
         if isinstance(pending, RefusedSave):
             self._in_flight = _InFlight(step, pending, 0.0, started)
@@ -460,13 +473,20 @@ class CheckpointManager:
             "restore(step) first to go on from a step, or use an empty directory"
         )
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, step: int) -> None:
         """Moves steps later than the restored one aside, once, before the first save."""
         if self._restored is None:
             return
-        self._root.roll_back(self._restored, self._lineage.run)
+        moved: list[int] = []
+        error: Exception | None = None
+        try:
+            moved = self._root.roll_back(self._restored, self._lineage.run)
+        except Exception as caught:
+            error = caught
+        # The others list no steps before process 0 has moved them.
+        self._together(f"going on from step {self._restored} with step {step}", error, fatal=True)
         self._newest, self._restored = self._restored, None
-        if self._later:
+        if moved or self._peers.index > 0:
             # Steps of the same number may be removed again, into a trash of their own.
             self._close_orbax()
             self._orbax = self._open_orbax()
@@ -488,15 +508,20 @@ class CheckpointManager:
             waiting.bounded(
                 self._orbax.wait_until_finished, timeout_secs, f"the save of {flight.step}"
             )
-        except WaitTimeout:
-            raise
         except Exception as error:
-            failure = _Failure(flight.step, error)
+            if isinstance(error, WaitTimeout) and not isinstance(error, PeerMissing):
+                raise
+            # Orbax raises what came last; what came first says why.
+            cause = flight.failure or flight.pending.failure
+            failure = _Failure(flight.step, cause if isinstance(cause, Exception) else error)
             self._give_up(flight.pending)
             self._reset_orbax()
         self._in_flight = None
         if failure is None:
             self._newest = flight.step
+            if self._leftovers:
+                self._root.remove_leftovers()
+                self._leftovers = False
             self._root.collect()
             self._report(flight)
         return failure
@@ -530,17 +555,46 @@ class CheckpointManager:
         )
         events.emit(event, self._sinks)
 
-    def _missing_peer(self) -> BaseException | None:
-        """Why the save in flight failed, where that is a missing process."""
-        failure = self._in_flight.pending.failure if self._in_flight is not None else None
-        return failure if isinstance(failure, PeerMissing) else None
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """What Orbax's background threads call where several processes are to meet.
 
-    def _note_written(self) -> None:
-        """Called by Orbax's thread of each of several processes, before the commit."""
-        assert self._in_flight is not None
-        step_dir = self._root.step_dir(self._in_flight.step)
+        They meet through the step's directory (``Rendezvous``), where a failure is seen at once,
+        and not at a barrier. ``timeout_ms`` is Orbax's.
+        """
+        flight = self._in_flight
+        if self._peers.count == 1 or flight is None:
+            return
+        step_dir = self._root.step_dir(flight.step)
+        peers = self._rendezvous(flight.step)
+        try:
+            if "async_write_complete" in key:
+                commit.write_process_digests(peers.temporary, peers.process, fsync=self._fsync)
+                flight.written = True
+                if peers.process == 0:
+                    peers.await_written()
+            elif "async_commit_complete" in key:
+                if peers.process > 0:
+                    peers.await_commit(step_dir.is_dir)
+                flight.committed = True
+                self._note_commit()
+            elif not flight.committed:
+                # The end of a save that failed in Orbax, which keeps the reason to itself.
+                peers.fail(SaveFailed("Orbax could not write or commit the step; see the log"))
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+
+    def _rendezvous(self, step: int) -> Rendezvous:
+        step_dir = self._root.step_dir(step)
         temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
-        commit.write_process_digests(temporary, self._peers.index, fsync=self._fsync)
+        return pipeline.rendezvous(temporary, self.options.timeouts.peers_secs)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Called by Orbax's threads with what ended a save before its commit."""
+        flight = self._in_flight
+        if flight is not None and flight.failure is None:
+            flight.failure = error
+            self._rendezvous(flight.step).fail(error)
 
     def _note_commit(self) -> None:
         """Called by Orbax's thread; the save is reported later, by the next save or wait."""
@@ -586,8 +640,7 @@ class CheckpointManager:
             state, fresh = self._joined(template, found.expected, merged, leaves)
             extra = self._restore_items(step, items)
         if wanted is None and not self.options.read_only:
-            later = self._peers.index == 0 and max(self._root.steps()) > step
-            run, self._later = self._peers.agree("a new run", (new_run(), later))
+            run = self._peers.agree("a new run", new_run())
             self._lineage.adopt(
                 [save.info for save in found.saves],
                 step_dir,
@@ -720,18 +773,28 @@ class CheckpointManager:
             raise PeerFailed(f"{directory}: expected process 0 to open it, found that {text}")
         return root or Root.open(directory, item=self._item, read_only=True), run
 
-    def _together(self, what: str, error: Exception | None) -> None:
+    def _together(self, what: str, error: Exception | None, *, fatal: bool = False) -> None:
         """Raises what went wrong here, or on another process; every process raises or none.
 
+        Args:
+          what: what was being done.
+          error: what went wrong here.
+          fatal: whether another step would not do either.
+
         Raises:
-          RestoreError: another process could not restore; it is named.
+          RestoreError: another process could not restore this step; it is named.
+          PeerFailed: another process could not go on at all; it is named.
         """
-        failures = self._peers.failures(what, error)
-        if error is not None:
+        usual = isinstance(error, RestoreError)
+        fatal = fatal or not usual or isinstance(error, (TemplateMismatch, FormatTooNew))
+        failures = self._peers.failures(what, error, fatal=error is not None and fatal)
+        worst = [failure for failure in failures if failure.fatal] or failures
+        if error is not None and (fatal or not worst[0].fatal):
             raise error
-        if failures:
-            process, text = min(failures.items())
-            raise RestoreError(f"{what}: expected it on every process, found {process}: {text}")
+        if worst:
+            process, text, is_fatal = worst[0]
+            kind = PeerFailed if is_fatal else RestoreError
+            raise kind(f"{what}: expected it on every process, found on process {process} {text}")
 
     # Orbax.
 
@@ -765,33 +828,47 @@ class CheckpointManager:
                     item=self._item,
                     check=self._root.check_lease,
                     committed=self._note_commit,
+                    failed=self._note_failure,
                 ),
                 save_root_metadata=False,
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=0 if not options.alone else processes.index(),
                     # Barriers of the coordination service, which have a limit, instead of
                     # collectives of the devices, which have none.
-                    active_processes=self._peers.everybody if self._peers.count > 1 else None,
+                    active_processes=self._active_processes,
                     barrier_sync_key_prefix=f"deltackpt-{self._lineage.run}",
                 ),
                 async_options=ocp.options.AsyncOptions(
-                    timeout_secs=int(options.timeouts.save_secs) or 1,
-                    barrier_sync_fn=self._peers.barrier(
-                        self._missing_peer, self._note_written, self._note_commit
+                    # Above every limit of ours, which say more.
+                    timeout_secs=math.ceil(
+                        options.timeouts.save_secs + 4 * options.timeouts.peers_secs
                     ),
+                    barrier_sync_fn=self._meet,
                 ),
             ),
         )
 
+    @property
+    def _active_processes(self) -> set[int] | None:
+        if self.options.alone:
+            return {processes.index()}
+        return self._peers.everybody if self._peers.count > 1 else None
+
     def _reset_orbax(self) -> None:
         """After a failure: Orbax keeps raising the old error and forgets steps; start it anew."""
         self._close_orbax()
-        self._root.remove_leftovers()
+        if self._peers.count == 1:
+            self._root.remove_leftovers()
+        else:
+            # Others may not have seen its notes yet; the next save clears its own place.
+            self._leftovers = True
         self._orbax = self._open_orbax()
 
     def _close_orbax(self) -> None:
         with contextlib.suppress(Exception):
             # Orbax raises the error of the failed save again, which was reported already.
-            self._orbax.close()
+            limit = self.options.timeouts.close_secs
+            waiting.bounded(self._orbax.close, limit, "the end of Orbax's threads")
 
     def _check_usable(self, *, writing: bool = False) -> None:
         if self._pid != os.getpid():

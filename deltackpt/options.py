@@ -22,8 +22,9 @@ class Timeouts:
     Attributes:
       save_secs: for a save in flight, at the next ``save()`` that waits.
       close_secs: for the saves in flight at ``wait()`` and ``close()``.
-      peers_secs: for other processes: in the background for their parts of a save, once this
-        process is done, and when a manager is made or a step restored.
+      peers_secs: for other processes, when a manager is made or a step restored, and in the
+        background of a save: process 0 waits so long for their parts once its own is done, the
+        others twice as long for process 0.
     """
 
     save_secs: float = 1800.0
@@ -61,6 +62,8 @@ class ManagerOptions:
         held like a base.
       timeouts: limits of all waits.
       read_only: restore only: no lease, no collection, no directory is made.
+      alone: of a job of several processes only this one uses the manager, to read; without it
+        all processes make and use it.
     """
 
     policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
@@ -71,6 +74,7 @@ class ManagerOptions:
     staging_bytes: int = 1 << 30
     timeouts: Timeouts = Timeouts()
     read_only: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -85,6 +89,11 @@ class ManagerOptions:
         if self.staging_bytes <= 0:
             raise OptionError(
                 f"ManagerOptions.staging_bytes: expected at least 1, found {self.staging_bytes}"
+            )
+        if self.alone and not self.read_only:
+            raise OptionError(
+                "ManagerOptions.alone: expected read_only=True with it, found a manager that may "
+                "write; all processes of a job save together"
             )
         if isinstance(self.retention, int) and self.retention < 1:
             raise OptionError(

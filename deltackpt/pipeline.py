@@ -170,18 +170,12 @@ class PendingSave:
           PeerMissing, PeerFailed, Disagreement: as ``Rendezvous``.
         """
         self.proceed.wait(_PROCEED_SECS)
-        peers = Rendezvous(
-            item_dir=item_dir,
-            process=processes.index(),
-            count=processes.count(),
-            timeout_secs=self._embeddings.options.peers_secs,
-        )
+        peers = rendezvous(item_dir.parent, self._embeddings.options.peers_secs)
         try:
             return self._write(item_dir, peers)
         except BaseException as error:
             self.failure = error
-            if peers.count > 1:
-                peers.fail(error)
+            peers.fail(error)
             raise
 
     def _write(self, item_dir: Path, peers: Rendezvous) -> SaveReport:
@@ -322,7 +316,7 @@ class PendingSave:
             files.fsync_tree(part, folders_only=True)
         record = self._manifest(segments, digests_crc32c, peers)
         if peers.count > 1 and peers.process == 0:
-            parts = peers.collect(record)
+            parts = peers.collect(item_dir, record)
             record = dataclasses.replace(record, parts=parts)
         elif peers.count > 1:
             # Process 0 speaks for all; what it says is checked by its digest.
@@ -330,7 +324,7 @@ class PendingSave:
         data = manifest.to_bytes(record)
         files.write_atomic(item_dir / layout.manifest_name(peers.process), data, fsync=fsync)
         if peers.process > 0:
-            peers.await_index()
+            peers.await_index(item_dir)
         arrays_bytes = sum(length for length, _, _ in digests.files.values())
         return arrays_bytes + digests_path.stat().st_size + len(data)
 
@@ -420,14 +414,18 @@ class RefusedSave:
 
     def write(self, item_dir: Path) -> SaveReport:
         """Leaves a note for the others, and raises the cause."""
-        peers = Rendezvous(
-            item_dir=item_dir,
-            process=processes.index(),
-            count=processes.count(),
-            timeout_secs=0.0,
-        )
-        peers.fail(self._cause)
+        rendezvous(item_dir.parent, 0.0).fail(self._cause)
         raise self._cause
+
+
+def rendezvous(temporary: Path, timeout_secs: float) -> Rendezvous:
+    """This process's view of a save in a step's temporary directory."""
+    return Rendezvous(
+        temporary=temporary,
+        process=processes.index(),
+        count=processes.count(),
+        timeout_secs=timeout_secs,
+    )
 
 
 def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:

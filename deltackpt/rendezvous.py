@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the parts of one save come together, in the background, through the directory alone.
+"""How several processes make one save, in the background, through the directory alone.
 
 Each process writes its part and then its manifest. Process 0 looks for the manifests, checks that
 all speak of the same save, and writes its own, with an index of all parts, last; the others look
-for that one. A process that fails leaves a note, which the others find instead. Every wait ends
-after the stated time, with an error that says which process is missing. No collective of the
-devices is used, so nothing here can meet those of the training step.
+for that one. When all that a process writes of a step is there it leaves its digests of it; process
+0 looks for these, and commits; the others look for the commit. A process that fails leaves a note,
+which the others find instead. Every wait ends after the stated time, with an error that says which
+process is missing. No collective of the devices is used, so nothing here can meet those of the
+training step.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import google_crc32c
 
 from deltackpt import layout, manifest
-from deltackpt.errors import Damaged, Disagreement, PeerFailed, PeerMissing
+from deltackpt.errors import Disagreement, PeerFailed, PeerMissing
 from deltackpt.manifest import Manifest, Part
 from deltackpt.storage import files
 
@@ -37,13 +39,14 @@ class Rendezvous:
     """One process's view of a save in flight.
 
     Attributes:
-      item_dir: the item's directory, in the step's temporary one.
+      temporary: the step's temporary directory.
       process: index of this process.
       count: how many processes there are.
-      timeout_secs: how long to wait for others after this process is done.
+      timeout_secs: how long process 0 waits for the others after its own part is done. They wait
+        twice as long for it, so that it is process 0 that names who is missing.
     """
 
-    item_dir: Path
+    temporary: Path
     process: int
     count: int
     timeout_secs: float
@@ -52,15 +55,17 @@ class Rendezvous:
         """Tells the others that this process cannot do its part; never raises."""
         missing = error.processes if isinstance(error, PeerMissing) else None
         note = {"error": f"{type(error).__name__}: {error}", "missing": missing}
+        path = self.temporary / layout.failure_name(self.process)
         # Where it cannot be written the others wait until their time is up, and name this process.
         with contextlib.suppress(OSError):
-            path = self.item_dir / layout.failure_name(self.process)
-            files.write_atomic(path, json.dumps(note).encode(), fsync=False)
+            if self.count > 1 and not path.exists():
+                files.write_atomic(path, json.dumps(note).encode(), fsync=False)
 
-    def collect(self, own: Manifest) -> tuple[Part, ...]:
+    def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
         """Waits for the parts of all other processes; called by process 0.
 
         Args:
+          item_dir: the item's directory, in the temporary one.
           own: process 0's manifest, as it will be but for its index.
 
         Returns:
@@ -71,47 +76,79 @@ class Rendezvous:
           PeerFailed: a process left a note.
           Disagreement: a part is one of another save, or the parts do not make up the tables.
         """
-        found: dict[int, Manifest] = {0: own}
         parts = {0: part_of(own, 0)}
-        for _ in self._polls():
-            names = self._names()
-            self._raise_failure(names)
-            for process in sorted(_processes(names) - found.keys()):
+        owned = [own.owned_cells]
+        for _ in self._polls(self.timeout_secs):
+            self._raise_failure()
+            for process in sorted(_found(item_dir, layout.manifest_process) - parts.keys()):
                 name = layout.manifest_name(process)
-                data = files.read_bytes(self.item_dir / name)
-                found[process] = manifest.from_bytes(data, name=name)
-                parts[process] = part_of(found[process], google_crc32c.value(data))
-                _check_agreed(own, found[process])
-            if len(found) == self.count:
-                _check_owned(own, list(found.values()))
+                data = files.read_bytes(item_dir / name)
+                found = manifest.from_bytes(data, name=name)
+                _check_agreed(own, found)
+                parts[process] = part_of(found, google_crc32c.value(data))
+                owned.append(found.owned_cells)
+            if len(parts) == self.count:
+                _check_owned(own, owned)
                 return tuple(parts[process] for process in sorted(parts))
-        missing = tuple(process for process in range(self.count) if process not in found)
-        raise self._missing(missing, "write its part")
+        raise self._missing(set(range(self.count)) - parts.keys(), "write its part")
 
-    def await_index(self) -> None:
+    def await_index(self, item_dir: Path) -> None:
         """Waits until process 0 has found all parts; called by the others.
+
+        Args:
+          item_dir: the item's directory, in the temporary one.
 
         Raises:
           PeerMissing: it did not in time.
           PeerFailed: a process left a note.
         """
-        first = self.item_dir / layout.manifest_name(0)
-        failure = layout.failure_name(0)
-        for _ in self._polls():
-            with contextlib.suppress(FileNotFoundError):
-                # Opening the directory renews what a network file system remembers of it.
-                os.close(os.open(self.item_dir, os.O_RDONLY))
-            if (self.item_dir / failure).exists():
-                self._raise_failure([failure])
-            if first.exists() or not self.item_dir.exists():
+        first = item_dir / layout.manifest_name(0)
+        for _ in self._polls(2 * self.timeout_secs):
+            self._raise_failure()
+            if first.exists() or not item_dir.exists():
                 # Without the directory the item was finished, or given up: the commit says which.
                 return
-        missing = set(range(self.count)) - _processes(self._names()) - {0, self.process}
-        raise self._missing((0, *sorted(missing)), "write its part, or the index of all")
+        arrived = _found(item_dir, layout.manifest_process)
+        missing = set(range(self.count)) - arrived - {self.process}
+        raise self._missing(missing | {0}, "write its part, or the index")
 
-    def _polls(self) -> Iterator[None]:
+    def await_written(self) -> None:
+        """Waits until every process has written all its files of the step; called by process 0.
+
+        Raises:
+          PeerMissing, PeerFailed: as for ``collect``.
+        """
+        for _ in self._polls(self.timeout_secs):
+            self._raise_failure()
+            missing = set(range(self.count)) - _found(self.temporary, layout.step_digests_process)
+            if not missing:
+                return
+        raise self._missing(missing, "write its dense leaves")
+
+    def await_commit(self, committed: Callable[[], bool]) -> None:
+        """Waits for the commit of process 0; called by the others.
+
+        Args:
+          committed: whether the step stands.
+
+        Raises:
+          PeerMissing, PeerFailed: as for ``await_index``.
+        """
+        for _ in self._polls(2 * self.timeout_secs):
+            self._raise_failure()
+            if not self.temporary.exists():
+                if committed():
+                    return
+                raise PeerFailed(
+                    f"{self._step}: expected process 0 to commit it, found that it gave it up; see "
+                    "its log"
+                )
+        arrived = _found(self.temporary, layout.step_digests_process)
+        raise self._missing(set(range(self.count)) - arrived | {0}, "commit the step")
+
+    def _polls(self, secs: float) -> Iterator[None]:
         """Comes back at growing intervals until the time is up."""
-        deadline = time.monotonic() + self.timeout_secs
+        deadline = time.monotonic() + secs
         pause = _FIRST_PAUSE_SECS
         while True:
             last = time.monotonic() >= deadline
@@ -121,47 +158,55 @@ class Rendezvous:
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(pause * _GROWTH, _LONGEST_PAUSE_SECS)
 
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.item_dir)
-        except FileNotFoundError:
-            return []
+    def _raise_failure(self) -> None:
+        """Raises what another process noted; process 0 looks at all notes, the others at its own.
 
-    def _raise_failure(self, names: Iterable[str]) -> None:
-        """Raises what another process noted."""
-        for name in names:
-            process = layout.failure_process(name)
-            if process is None or process == self.process:
+        Opening the directory renews what a network file system remembers of it.
+        """
+        if self.process == 0:
+            noted = _found(self.temporary, layout.failure_process) - {0}
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(self.temporary, os.O_RDONLY))
+            noted = {0}
+        for process in sorted(noted):
+            path = self.temporary / layout.failure_name(process)
+            if not path.exists():
                 continue
-            with contextlib.suppress(Damaged):  # Removed meanwhile.
-                note = json.loads(files.read_bytes(self.item_dir / name))
-                text = (
-                    f"{self._step}: expected a part of every process, found that process {process} "
-                    f"failed: {note['error']}"
-                )
-                if note["missing"] is not None:
-                    raise PeerMissing(text, tuple(note["missing"]))
+            note = json.loads(files.read_bytes(path))
+            text = (
+                f"{self._step}: expected a part of every process, found that process {process} "
+                f"failed: {note['error']}"
+            )
+            if note["missing"] is None:
                 raise PeerFailed(text)
+            raise PeerMissing(text, tuple(set(note["missing"]) - {self.process}))
 
-    def _missing(self, processes: tuple[int, ...], what: str) -> PeerMissing:
-        shown = ", ".join(map(str, processes[:_SHOWN]))
-        if len(processes) > _SHOWN:
-            shown += f" and {len(processes) - _SHOWN} more"
+    def _missing(self, processes: set[int], what: str) -> PeerMissing:
+        secs = self.timeout_secs * (1 if self.process == 0 else 2)
+        named = sorted(processes)
+        shown = ", ".join(map(str, named[:_SHOWN]))
+        if len(named) > _SHOWN:
+            shown += f" and {len(named) - _SHOWN} more"
         return PeerMissing(
-            f"{self._step}: expected process {shown} to {what} within {self.timeout_secs:g} s "
-            "(timeouts.peers_secs), found nothing; look at its log, then restart the job. Nothing "
-            "was committed, the step before is intact",
-            processes,
+            f"{self._step}: expected process {shown} to {what} within {secs:g} s "
+            f"(timeouts.peers_secs is {self.timeout_secs:g}), found nothing; look at its log, then "
+            "restart the job. Nothing was committed, the step before is intact",
+            tuple(named),
         )
 
     @property
     def _step(self) -> str:
-        return f"step {re.split('[^0-9]', self.item_dir.parent.name)[0]}"
+        return f"step {re.split('[^0-9]', self.temporary.name)[0]}"
 
 
-def _processes(names: Iterable[str]) -> set[int]:
-    """Those whose manifests are among the names."""
-    found = (layout.manifest_process(name) for name in names)
+def _found(directory: Path, process_of: Callable[[str], int | None]) -> set[int]:
+    """The processes whose objects stand in a directory."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return set()
+    found = map(process_of, names)
     return {process for process in found if process is not None}
 
 
@@ -182,11 +227,11 @@ def _check_agreed(own: Manifest, other: Manifest) -> None:
             )
 
 
-def _check_owned(own: Manifest, parts: list[Manifest]) -> None:
+def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
     """Each cell of a base must be written by exactly one process."""
     for group in own.groups:
         wanted = sum(group.rows * manifest.width(spec.trailing) for spec in group.fields)
-        found = sum(part.owned_cells.get(group.name, 0) for part in parts)
+        found = sum(cells.get(group.name, 0) for cells in owned)
         if found != wanted:
             names = [table.name for table in own.tables if table.group == group.name]
             raise Disagreement(

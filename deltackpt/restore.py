@@ -307,12 +307,13 @@ def _buffers(
         asked = wanted.get(table.name, {})
         group = groups[table.group]
         for spec in group.fields:
+            if spec.name in asked:
+                buffers.setdefault(table.name, {})[spec.name] = {}
             for box in asked.get(spec.name, ()):
                 (start, stop), (first, last) = box
                 trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
                 buffer = files.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
-                held = buffers.setdefault(table.name, {}).setdefault(spec.name, {})
-                held[box] = buffer
+                buffers[table.name][spec.name][box] = buffer
                 targets.append(
                     Target(
                         group=group.name,

@@ -199,11 +199,14 @@ class Root:
         later = sorted((found for found in self.steps() if found > step), reverse=True)
         if not later or self._lease is None:
             return []
+        self.check_lease()
         aside = self.path / layout.ROLLED_BACK / run
         with files.typed_errors(aside, "make a directory"):
             aside.mkdir(parents=True, exist_ok=True)
             files.fsync_path(aside.parent)
         for found in later:
+            # A trainer that has lost the directory must not move the steps of its successor.
+            self.check_lease()
             files.rename(self.step_dir(found), aside / str(found), fsync=True)
             self._known.pop(str(found), None)
         warnings.warn(

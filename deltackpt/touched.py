@@ -449,7 +449,7 @@ def _zeros(
         return jax.device_put(np.zeros(shape, np.int32), sharding)
     # Of an array of several processes each makes its own shards only.
     shard = np.zeros(sharding.shard_shape(shape), np.int32)
-    return jax.make_array_from_callback(shape, sharding, lambda index: shard)
+    return jax.make_array_from_callback(shape, sharding, lambda index: shard, dtype=np.int32)
 
 
 def _row_sharding(table: Any) -> jax.sharding.Sharding | None:

@@ -13,8 +13,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from deltackpt import integrity, layout
+from deltackpt import integrity, layout, processes
 from deltackpt.handlers.orbax_private import (
     COMMIT_SUCCESS_FILE,
     TMP_DIR_SUFFIX,
@@ -24,6 +25,9 @@ from deltackpt.handlers.orbax_private import (
 from deltackpt.integrity import Digest, Digests
 from deltackpt.storage import files
 
+#: Where Orbax's PyTree handler keeps a file of each process, in its item.
+_ARRAY_METADATA = "array_metadatas"
+
 
 def temporary_path_class(
     *,
@@ -31,6 +35,7 @@ def temporary_path_class(
     item: str = layout.EMBEDDINGS_ITEM,
     check: Callable[[], None] | None = None,
     committed: Callable[[], None] | None = None,
+    failed: Callable[[BaseException], None] | None = None,
 ) -> type[AtomicRenameTemporaryPath]:
     """A class for Orbax's ``temporary_path_class`` option.
 
@@ -39,13 +44,29 @@ def temporary_path_class(
       item: name of our item, whose files its own digests cover.
       check: called before each commit; what it raises prevents the commit.
       committed: called after each commit.
+      failed: called with what prevented a commit.
     """
 
     class DigestedTemporaryPath(AtomicRenameTemporaryPath):
         """Metadata, commit file, digests, fsync of the tree, rename, fsync of the parent."""
 
+        async def create(self) -> Any:
+            # What a failed save of this step left: all processes know of that by now.
+            await asyncio.to_thread(files.remove_tree, Path(self.get()))
+            created = await super().create()
+            if processes.count() > 1 and Path(created).name.startswith(layout.DENSE_ITEM):
+                # Else the other processes look for it every 250 ms, until Orbax's primary has made
+                # it: half of the time of a small save.
+                Path(created, _ARRAY_METADATA).mkdir()
+            return created
+
         async def finalize(self) -> None:
-            await asyncio.to_thread(self._finalize)
+            try:
+                await asyncio.to_thread(self._finalize)
+            except BaseException as error:
+                if failed is not None:
+                    failed(error)
+                raise
 
         def _finalize(self) -> None:
             directory, final = Path(self.get()), Path(self.get_final())

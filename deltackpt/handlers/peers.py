@@ -7,11 +7,11 @@ goes on in the background of a save is ``rendezvous``'s, which uses no collectiv
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,22 +21,36 @@ from orbax.checkpoint import multihost
 from deltackpt import processes
 from deltackpt.errors import PeerMissing
 
-#: Of all managers of the process: the keys of barriers are the job's.
-_numbers = itertools.count()
+#: Directory to how many managers it had in this process: the keys of barriers are the job's.
+_managers: collections.Counter[str] = collections.Counter()
 _LATE = re.compile(r"timed out task names:(.*?)(?:RPC|$)", re.DOTALL)
+
+
+class Failure(NamedTuple):
+    """What went wrong on a process; ``fatal`` where it would with any other step too."""
+
+    process: int
+    text: str
+    fatal: bool
 
 
 class Peers:
     """The processes of a run; with one process nothing waits and nothing is sent."""
 
-    def __init__(self, timeout_secs: float):
+    def __init__(self, directory: str, timeout_secs: float, *, alone: bool = False):
         """Looks up how many processes there are.
 
         Args:
+          directory: what they meet for.
           timeout_secs: the longest wait for another process.
+          alone: whether this process takes no notice of the others.
         """
-        self.index = processes.index()
-        self.count = processes.count()
+        self.index = 0 if alone else processes.index()
+        self.count = 1 if alone else processes.count()
+        if self.count > 1:
+            _managers[directory] += 1
+        self._key = f"deltackpt:{directory}:{_managers[directory]}"
+        self._meetings = itertools.count()
         self._timeout_secs = timeout_secs
         self._barrier: multihost.BarrierSyncFn | None = None
 
@@ -64,53 +78,40 @@ class Peers:
         sent[: len(data)] = data[:length]
         return json.loads(np.asarray(multihost.broadcast_one_to_all(sent)).tobytes())
 
-    def failures(self, what: str, error: BaseException | None) -> dict[int, str]:
+    def failures(self, what: str, error: BaseException | None, *, fatal: bool) -> list[Failure]:
         """What went wrong on which process; the same answer on every process.
 
         Args:
           what: what was being done.
           error: what went wrong here.
+          fatal: whether it would go wrong with any other step too.
         """
         if self.count == 1:
-            return {} if error is None else {0: str(error)}
+            return [] if error is None else [Failure(0, str(error), fatal)]
         self._meet(what)
+        flags = np.zeros((self.count, 2), bool)
+        flags[self.index] = error is not None, fatal
+        found = np.any(multihost_utils.process_allgather(flags), axis=0)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        failed = np.zeros(self.count, bool)
-        failed[self.index] = error is not None
-        found = {}
         # Failures are few: each is told by its process alone.
-        for process in np.flatnonzero(self._any(failed)):
-            found[int(process)] = self._told(text, int(process))
-        return found
+        return [
+            Failure(int(process), self._told(text, int(process)), bool(found[process, 1]))
+            for process in np.flatnonzero(found[:, 0])
+        ]
 
-    def barrier(
-        self,
-        broken: Callable[[], BaseException | None],
-        written: Callable[[], None],
-        committed: Callable[[], None],
-    ) -> multihost.BarrierSyncFn:
-        """The barrier that Orbax's background threads use.
-
-        Args:
-          broken: why the save in flight has failed because a process is missing; the barrier
-            then fails at once instead of waiting for that process again.
-          written: called when this process has written all its files of a step.
-          committed: called when process 0 has committed a step.
-        """
-
-        def wait(*, key: str, timeout_ms: int) -> None:
-            if self.count == 1:
-                return
-            reason = broken()
-            if reason is not None:
-                raise reason
-            if "async_write_complete" in key:
-                written()
-            self._wait(key, min(timeout_ms / 1000, self._timeout_secs), key)
-            if "async_commit_complete" in key:
-                committed()
-
-        return wait
+    def named(self, what: str, error: BaseException) -> PeerMissing:
+        """A barrier of the coordination service that was not met in time, with who was missing."""
+        # The service names those that did not come after the first that did.
+        late = _LATE.search(str(error))
+        names = re.findall(r"\d+", late[1]) if late is not None else ()
+        missing = tuple(sorted({int(name) for name in names} - {self.index}))
+        shown = f"process {', '.join(map(str, missing))}" if missing else "every process"
+        return PeerMissing(
+            f"{what}: expected {shown} to come within {self._timeout_secs:g} s "
+            f"(timeouts.peers_secs), found {str(error).splitlines()[0]}; look at the logs of the "
+            "processes, then restart the job",
+            missing,
+        )
 
     def _told(self, text: str, source: int) -> str:
         own = np.frombuffer(text.encode(), np.uint8)
@@ -122,12 +123,9 @@ class Peers:
         told = multihost.broadcast_one_to_all(sent, is_source=is_source)
         return np.asarray(told).tobytes().decode(errors="replace")
 
-    def _any(self, flags: np.ndarray) -> Any:
-        return np.any(multihost_utils.process_allgather(flags), axis=0, keepdims=False)
-
     def _meet(self, what: str) -> None:
         """Collectives have no limit of their own: first everybody must have come."""
-        self._wait(f"deltackpt:{next(_numbers)}:{what}", self._timeout_secs, what)
+        self._wait(f"{self._key}:{next(self._meetings)}:{what}", self._timeout_secs, what)
 
     def _wait(self, key: str, timeout_secs: float, what: str) -> None:
         if self._barrier is None:
@@ -135,14 +133,4 @@ class Peers:
         try:
             self._barrier(key=key, timeout_ms=max(1, int(timeout_secs * 1000)))
         except jax.errors.JaxRuntimeError as error:
-            # The service names those that did not come after the first that did.
-            late = _LATE.search(str(error))
-            names = re.findall(r"\d+", late[1]) if late is not None else ()
-            missing = tuple(sorted({int(name) for name in names} - {self.index}))
-            shown = f"process {', '.join(map(str, missing))}" if missing else "every process"
-            raise PeerMissing(
-                f"{what}: expected {shown} to come within {timeout_secs:g} s "
-                f"(timeouts.peers_secs), found {str(error).splitlines()[0]}; look at the logs of "
-                "the processes, then restart the job",
-                missing,
-            ) from error
+            raise self.named(what, error) from error

@@ -32,8 +32,8 @@ class KeepChain:
       inner: the user's policy.
       protected: saves that must stay whatever the policy says; ``Lineage.protected``.
       saves: what each committed step is, None where it cannot be read; ``Root.saves``.
-      deletes: whether this process deletes; on the others the answer has no effect, and costs
-        nothing.
+      deletes: whether this process deletes; on the others the answer only keeps Orbax's list of
+        steps short, and costs nothing.
     """
 
     inner: PreservationPolicy
@@ -49,7 +49,7 @@ class KeepChain:
     ) -> list[bool]:
         """Which checkpoints stay."""
         if not self.deletes:
-            return [True] * len(checkpoints)
+            return [checkpoint is checkpoints[-1] for checkpoint in checkpoints]
         wanted = list(self.inner.should_preserve(checkpoints, context=context))
         if all(wanted):
             return wanted

@@ -22,7 +22,9 @@ def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
       item_dir: the item's directory, as Orbax names it; it need not exist yet.
     """
     if embeddings.lineage is None:
-        run = Peers(embeddings.options.peers_secs).agree("starting a save", new_run())
+        run = Peers(str(item_dir.parent.parent), embeddings.options.peers_secs).agree(
+            "starting a save", new_run()
+        )
         embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))
     step_dir = final_step_dir(item_dir)
     pending = pipeline.snapshot(embeddings, step_number(step_dir), step_dir)
