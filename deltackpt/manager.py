@@ -681,7 +681,7 @@ class CheckpointManager:
         expected = None if template is None else tables.split(template, self._tables)
         wanted = None
         if expected is not None:
-            restore.check_template(expected.layout, saves[-1])
+            restore.check_template(expected.layout, expected.fields, saves[-1])
             wanted = restore.wanted_of(expected.fields)
         self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
         return _Found(saves, expected, wanted, dense=True)
@@ -724,7 +724,7 @@ class CheckpointManager:
         """The whole state and its fresh TouchState, from merged tables and Orbax's dense leaves."""
         if expected is None:
             return tables.join(None, merged.layout, merged.fields, leaves, None), None
-        placed = restore.place(merged.buffers, expected.fields)
+        placed = restore.place(merged, expected.fields)
         if expected.touched is not None:
             fresh = touched.fresh(expected.touched)
         else:

@@ -107,7 +107,7 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
         for field, leaf in fields.items():
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
     merged = restore_tables(saves, wanted=wanted_of(abstract.tables))
-    return dataclasses.replace(merged, placed=place(merged.buffers, abstract.tables))
+    return dataclasses.replace(merged, placed=place(merged, abstract.tables))
 
 
 def abstract_of(save: StoredSave) -> AbstractEmbeddings:
@@ -223,19 +223,36 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
 
 
 def place(
-    buffers: Mapping[str, Mapping[str, Mapping[Box, np.ndarray]]],
-    templates: Mapping[str, Mapping[str, Any]],
+    merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Puts merged buffers where the template's leaves are: in their shardings, or on the host.
 
     Args:
-      buffers: table name to field name to box to host buffer, as ``wanted_of`` asked for them.
-      templates: likewise to the template's leaf; a numpy leaf keeps the buffer as it is.
+      merged: what ``restore_tables`` made of ``wanted_of(templates)``.
+      templates: table name to field name to the template's leaf; a numpy leaf keeps the buffer as
+        it is.
     """
-    return {
-        name: {field: _placed(held, templates[name][field]) for field, held in fields.items()}
-        for name, fields in buffers.items()
-    }
+    rows = {table.name: table.rows for table in merged.layout.tables}
+    placed: dict[str, dict[str, Any]] = {}
+    for name, fields in merged.buffers.items():
+        for field, held in fields.items():
+            template = templates[name][field]
+            if template.shape[0] > rows[name]:
+                _keep_further_rows(held, template, rows[name])
+            placed.setdefault(name, {})[field] = _placed(held, template)
+    return placed
+
+
+def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:
+    """Copies the rows of a template that has grown from ``stored`` rows on."""
+    if isinstance(template, np.ndarray):
+        [buffer] = held.values()
+        buffer[stored:] = template[stored:]
+        return
+    data = {shard.device: shard.data for shard in template.addressable_shards}
+    for device, box in _boxes(template).items():
+        first = max(0, stored - box.rows[0])
+        held[box][first:] = np.asarray(data[device])[first:]
 
 
 def _boxes(leaf: Any) -> dict[Any, Box]:
@@ -268,8 +285,17 @@ def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
     )
 
 
-def check_template(expected: Layout, save: StoredSave) -> None:
+def check_template(
+    expected: Layout, fields: Mapping[str, Mapping[str, Any]], save: StoredSave
+) -> None:
     """Checks that a step holds the tables and slots that a template asks for.
+
+    A table may have grown: where the template is an array its further rows stay as they are.
+
+    Args:
+      expected: the template's layout.
+      fields: table name to field name to the template's leaf.
+      save: the step.
 
     Raises:
       TemplateMismatch: a table or slot is missing on either side, or differs in shape or dtype.
@@ -278,21 +304,38 @@ def check_template(expected: Layout, save: StoredSave) -> None:
     found, wanted = _described(save.layout), _described(expected)
     for name in sorted(found.keys() | wanted.keys()):
         have, want = found.get(name), wanted.get(name)
-        if have != want:
-            raise TemplateMismatch(
-                f"step {step}, {name}: expected by the template {want or 'no such array'}, found "
-                f"in the step {have or 'no such array'}; give the state that was saved as the "
-                "template, or restore without one"
+        if have == want:
+            continue
+        advice = "give the state that was saved as the template, or restore without one"
+        if have is not None and want is not None and have[1:] == want[1:] and have[0] < want[0]:
+            table, field = name
+            if isinstance(fields[table][field], (jax.Array, np.ndarray)):
+                continue
+            advice = (
+                "to go on with a table that has grown give a template of arrays, whose further "
+                "rows stay as they are"
             )
+        raise TemplateMismatch(
+            f"step {step}, table {name[0]}, {name[1]}: expected by the template {_shown(want)}, "
+            f"found in the step {_shown(have)}; {advice}"
+        )
 
 
-def _described(target: Layout) -> dict[str, str]:
+def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:
+    """Table and field to rows, shape of a row, and dtype."""
     groups = {group.name: group for group in target.groups}
     return {
-        f"table {table.name}, {spec.name}": f"{spec.dtype}{[table.rows, *spec.trailing]}"
+        (table.name, spec.name): (table.rows, spec.trailing, spec.dtype)
         for table in target.tables
         for spec in groups[table.group].fields
     }
+
+
+def _shown(described: tuple[int, tuple[int, ...], str] | None) -> str:
+    if described is None:
+        return "no such array"
+    rows, trailing, dtype = described
+    return f"{dtype}{[rows, *trailing]}"
 
 
 def _buffers(
@@ -314,13 +357,15 @@ def _buffers(
                 trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
                 buffer = files.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
                 buffers[table.name][spec.name][box] = buffer
+                # A template may have grown: its further rows are not in the step.
+                start, stop = min(start, table.rows), min(stop, table.rows)
                 targets.append(
                     Target(
                         group=group.name,
                         field=spec.name,
                         rows=(table.offset + start, table.offset + stop),
                         columns=box.columns if group.columns(spec) is not None else None,
-                        buffer=buffer,
+                        buffer=buffer[: stop - start],
                     )
                 )
     return buffers, Targets(targets, target)

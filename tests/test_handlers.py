@@ -183,6 +183,9 @@ def test_private_names_are_those_of_the_pinned_version():
     assert orbax_private.TMP_DIR_SUFFIX == ".orbax-checkpoint-tmp"
     future = inspect.signature(orbax_private.CommitFutureAwaitingContractedSignals.__init__)
     assert list(future.parameters)[:2] == ["self", "coro"] and "name" in future.parameters
+    with orbax_private.barrier_secs(7.9):
+        assert orbax_private.multihost.coordination_timeout() == 7
+    assert orbax_private.multihost.coordination_timeout() == 300
     assert orbax_private.step_metadata_file_path(Path("x")).name == "_CHECKPOINT_METADATA"
 
 

@@ -246,6 +246,36 @@ def test_a_numpy_table_that_changes_while_it_is_written_is_not_committed(tmp_pat
         assert saver.all_steps() == []
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_table_that_has_grown_between_runs_keeps_the_templates_further_rows(tmp_path, sharded):
+    tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
+    old = {"t": jnp.arange(36.0).reshape(9, 4), "a": jnp.arange(9.0), "w": jnp.ones(2)}
+    marks = deltackpt.touched.init({"t": old["t"]})
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+        saver.save(1, old, touched=marks)
+        old = {**old, "t": old["t"].at[3].set(-1.0)}
+        saver.save(2, old, touched=deltackpt.touched.mark(marks, {"t": jnp.array([3])}))
+    grown = {"t": jnp.full((16, 4), 7.0), "a": jnp.full(16, 8.0), "w": jnp.zeros(2)}
+    if sharded:
+        mesh = jax.make_mesh((8,), ("x",))
+        by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        grown = jax.device_put(grown, {"t": by_rows, "a": by_rows, "w": whole})
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grown)
+        with pytest.raises(TemplateMismatch, match="has grown give a template of arrays"):
+            saver.restore_latest(abstract)
+        found = saver.restore_latest(grown)
+        assert found.state["t"].sharding == grown["t"].sharding
+        np.testing.assert_array_equal(np.asarray(found.state["t"])[:9], old["t"])
+        np.testing.assert_array_equal(np.asarray(found.state["t"])[9:], 7.0)
+        np.testing.assert_array_equal(np.asarray(found.state["a"]), [*range(9), *[8.0] * 7])
+        saved = saver.save(3, found.state, touched=found.touched)
+        assert saved.kind == "base" and "not those of the parent" in saved.reason
+        saver.wait()
+        model.assert_same(saver.restore(3, found.state).state, found.state)
+
+
 # Further items, retention and metrics.
 
 
