@@ -159,8 +159,8 @@ class PendingSave:
     def write(self, item_dir: Path) -> SaveReport:
         """Writes this process's part into the item's directory, its manifest last.
 
-        Process 0 waits for the parts of the others before it writes its manifest; the others wait
-        for that.
+        Process 0 waits for the parts of the others before it writes its manifest; without our own
+        commit the others wait for that.
 
         Args:
           item_dir: existing directory of the item, in the step's temporary directory.
@@ -323,7 +323,8 @@ class PendingSave:
             record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
         data = manifest.to_bytes(record)
         files.write_atomic(item_dir / layout.manifest_name(peers.process), data, fsync=fsync)
-        if peers.process > 0:
+        if peers.process > 0 and "step" not in self._embeddings.options.digests:
+            # Under our own commit that is waited for instead.
             peers.await_index(item_dir)
         arrays_bytes = sum(length for length, _, _ in digests.files.values())
         return arrays_bytes + digests_path.stat().st_size + len(data)

@@ -28,7 +28,8 @@ from deltackpt.errors import Disagreement, PeerFailed, PeerMissing
 from deltackpt.manifest import Manifest, Part
 from deltackpt.storage import files
 
-_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS, _GROWTH = 0.002, 0.25, 1.5
+#: Between two looks: a tenth of the time waited so far, within these bounds.
+_SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.002, 0.25
 _SHOWN = 8
 #: What the parts of one save must say alike.
 _AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c")
@@ -148,15 +149,14 @@ class Rendezvous:
 
     def _polls(self, secs: float) -> Iterator[None]:
         """Comes back at growing intervals until the time is up."""
-        deadline = time.monotonic() + secs
-        pause = _FIRST_PAUSE_SECS
+        started = time.monotonic()
         while True:
-            last = time.monotonic() >= deadline
+            waited = time.monotonic() - started
             yield
-            if last:
+            if waited >= secs:
                 return
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(pause * _GROWTH, _LONGEST_PAUSE_SECS)
+            pause = min(max(waited / 10, _SHORTEST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
+            time.sleep(min(pause, secs - waited))
 
     def _raise_failure(self) -> None:
         """Raises what another process noted; process 0 looks at all notes, the others at its own.
