@@ -141,6 +141,16 @@ class Lineage:
             which = "base" if parent is self._anchor else "previous"
             return Decision(kind=kind, parent=which, reason=reason)
 
+    @property
+    def attempts(self) -> int:
+        """How many saves of the run were begun."""
+        return self._attempt
+
+    def count_attempts(self, number: int) -> None:
+        """Counts a save that other processes have begun, and this one could not."""
+        with self._lock:
+            self._attempt = max(self._attempt, number)
+
     def failed(self, save_id: SaveId) -> None:
         """Forgets the save in flight, unless it was committed; the parent and its clock stay."""
         with self._lock:

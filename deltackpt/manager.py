@@ -397,11 +397,13 @@ class CheckpointManager:
             force_base=arguments.force_base,
         )
         pending: PendingSave | RefusedSave
+        attempt = self._lineage.attempts + 1
         try:
             pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
         except Exception as error:
             if self._peers.count == 1:
                 raise
+            self._lineage.count_attempts(attempt)
             pending = RefusedSave(error)
         args: dict[str, ocp.args.CheckpointArgs] = {self._item: v0.DeltaSave(pending)}
         if split.layout.dense:
@@ -486,8 +488,9 @@ class CheckpointManager:
         # The others list no steps before process 0 has moved them.
         self._together(f"going on from step {self._restored} with step {step}", error, fatal=True)
         self._newest, self._restored = self._restored, None
-        if moved or self._peers.index > 0:
-            # Steps of the same number may be removed again, into a trash of their own.
+        if moved or self._peers.count > 1:
+            # Steps of the same number may be removed again, into a trash of their own. Only
+            # process 0 knows whether any were moved.
             self._close_orbax()
             self._orbax = self._open_orbax()
 

@@ -79,10 +79,10 @@ def with_table(state: dict, name: str, table) -> dict:
     [
         (
             lambda state: {
-                **with_table(state, "users", jnp.zeros((701, 8))),
-                "slots": {**state["slots"], "users": jnp.zeros(701)},
+                **with_table(state, "users", jnp.zeros((699, 8))),
+                "slots": {**state["slots"], "users": jnp.zeros(699)},
             },
-            r"step 2, table tables/users.*expected by the template .*701.*found in the step .*700",
+            r"step 2, table tables/users.*expected by the template .*699.*found in the step .*700",
         ),
         (
             lambda state: with_table(state, "users", jnp.zeros((700, 9))),
