@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save costs each process, by the numbers of processes and tables: docs/design/scaling.md."""
+"""What a save costs each process: the counts of docs/design/scaling.md."""
 
 from __future__ import annotations
 

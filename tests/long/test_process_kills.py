@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL in the saves of jobs of several processes that start again on other topologies."""
+
+from __future__ import annotations
+
+import collections
+import random
+import signal
+
+import pytest
+from many import Job
+from many_worker import POINTS
+from test_processes import assert_misses, saved, server, started, step_numbers
+
+__all__ = ["server"]
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+
+KILLS = 20
+PEERS_SECS = 4.0
+#: Points that process 0 comes to, and points that the others do.
+PRIMARY = [point for point in POINTS if point.startswith(("before its", "during", "commit"))]
+PRIMARY.append("waiting for the parts")
+OTHERS = ["before its part", "during its part", "before its manifest", "waiting for the commit"]
+TOPOLOGIES = [
+    (2, 2, {"mesh": [2, 2]}),
+    (4, 1, {"mesh": [4, 1], "layout": "turned"}),
+    (4, 2, {"mesh": [4, 2], "across": "y"}),
+    (2, 1, {"mesh": [1, 2]}),
+]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("phase", ["before its part", "during its part", "waiting", "commit"])
+def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
+    """The matrix of the suite, with four processes: all three survivors name the victim."""
+    point = phase
+    if phase == "waiting":
+        point = "waiting for the parts" if victim == 0 else "waiting for the commit"
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=4, devices=1, apart=True) as job:
+        started(job, root, {"mesh": [2, 2]}, peers_secs=PEERS_SECS)
+        saved(job, 0)
+        job.all("train", to=1)
+        armed, action = (victim, "kill") if phase != "commit" or victim == 0 else (0, "hold")
+        at = "commit: before the rename" if phase == "commit" else point
+        job.processes[armed].ask("arm", at=at, action=action)
+        job.processes[armed].answer()
+        job.ask("save")
+        job.ask("wait")
+        job.processes[armed].wait_reached(at)
+        if action == "hold":
+            job.processes[victim].kill()
+            job.processes[victim].end()
+            job.release()
+        job.answers()
+        waits = job.answers()
+        assert job.processes[victim].status == -signal.SIGKILL
+        # Process 0 has all that the victim wrote, and commits without it.
+        committed = victim != 0 and phase in ("waiting", "commit")
+        for number, answer in enumerate(waits):
+            if number != victim:
+                if committed:
+                    assert "error" not in answer, answer
+                else:
+                    assert_misses(answer, victim)
+    assert step_numbers(root) == ([0, 1] if committed else [0])
+
+
+def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
+    server, tmp_path, capsys
+):
+    draw = random.Random(0)
+    root = tmp_path / "root"
+    hits: collections.Counter[tuple[str, str]] = collections.Counter()
+    step = 0
+    while hits.total() < KILLS:
+        processes, devices, place = draw.choice(TOPOLOGIES)
+        topology = {"processes": processes, "devices": devices}
+        with Job(server, tmp_path / "jobs", apart=True, **topology) as job:
+            job.all("open", root=str(root), peers_secs=PEERS_SECS)
+            if root.exists() and step_numbers(root):
+                newest = max(step_numbers(root))
+                found = job.all("restore_latest", place=place, like=newest)
+                assert {(answer["step"], answer["wrong"]) for answer in found} == {(newest, None)}
+                step = newest
+            else:
+                job.all("start", place=place)
+                saved(job, 0)
+            victim = draw.choice([0, draw.randrange(1, processes)])
+            point = draw.choice(PRIMARY if victim == 0 else OTHERS)
+            job.processes[victim].ask("arm", at=point, action="kill", after=draw.randrange(2))
+            job.processes[victim].answer()
+            for _ in range(4):
+                step += 1
+                survivors = [process for process in job.processes if process.status is None]
+                for process in survivors:
+                    process.ask("train", to=step)
+                    process.ask("save")
+                    process.ask("wait")
+                answers = [[process.answer() for _ in range(3)] for process in survivors]
+                if any("ended" in answer for of_one in answers for answer in of_one):
+                    break
+            assert job.processes[victim].status == -signal.SIGKILL, point
+            hits["primary" if victim == 0 else "another", point] += 1
+    with capsys.disabled():
+        print(f"\n{hits.total()} kills, up to step {max(step_numbers(root))}; killed at")
+        for (which, point), count in sorted(hits.items()):
+            print(f"  {which:8s} {point:30s} {'#' * count}")

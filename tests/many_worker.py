@@ -1,0 +1,706 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a job of several, which a test questions, stops and kills; see ``many.py``.
+
+Run as a program it is a fork server: it imports everything once, without starting a jax backend,
+and forks a process per line of JSON on stdin. Each process connects to the socket of its job, does
+what it is asked for, a line of JSON each, and answers with one. What it noted before a SIGKILL is
+not lost.
+
+The state is a function of the step alone: what a checkpoint of a step must hold is computed, by
+any process and by the test, not remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax._src import distributed
+from orbax.checkpoint import v1
+
+import deltackpt
+from deltackpt import manager, pipeline, rendezvous, restore, touched
+from deltackpt.handlers import commit
+from deltackpt.options import Timeouts
+from deltackpt.root import Root
+from deltackpt.storage import arrays, files
+
+#: Rows that any mesh of 8 devices divides, and widths that 4 do. Each process writes a share of
+#: every table, whatever the sharding: none is so small that it goes to one process alone.
+ROWS = {"rows": 2400, "columns": 480, "replicated": 1600}
+WIDTHS = {"rows": 8, "columns": 16, "replicated": 4}
+KERNEL = (64, 16)
+#: Rows of each table that a step changes.
+BATCH = 48
+SELECT = "tables/*"
+SLOTS = {
+    "tables/rows": {"accumulator": "slots/rows"},
+    "tables/columns": {"moment": "slots/columns"},
+}
+#: How a state lies: axes by leaf, as in a PartitionSpec. "trained" is what a job trains with; under
+#: "turned" every leaf is cut along another axis, or not at all; under "cut" each device has a piece
+#: of its own.
+LAYOUTS: dict[str, dict[str, list[Any]]] = {
+    "trained": {
+        "tables/rows": ["x"],
+        "slots/rows": ["x"],
+        "tables/columns": [None, "y"],
+        "slots/columns": [None, "y"],
+        "tables/replicated": [],
+        "dense/kernel": [None, "y"],
+    },
+    "turned": {
+        "tables/rows": [None, "x"],
+        "slots/rows": [],
+        "tables/columns": ["y"],
+        "slots/columns": ["y", "x"],
+        "tables/replicated": [["x", "y"]],
+        "dense/kernel": [["y", "x"]],
+    },
+    "cut": {
+        "tables/rows": [["x", "y"]],
+        "slots/rows": [["x", "y"]],
+        "tables/columns": ["x", "y"],
+        "slots/columns": ["x", "y"],
+        "tables/replicated": [["x", "y"]],
+        "dense/kernel": ["x", "y"],
+    },
+}
+POLICIES = {
+    "consecutive": deltackpt.policy.Consecutive,
+    "one_shot": deltackpt.policy.OneShot,
+    "intermittent": deltackpt.policy.Intermittent,
+}
+#: After so long jax itself would abort the processes that miss another.
+_NEVER_SECS = 600
+_HELD_SECS = 120.0
+_POLL_SECS = 0.005
+
+
+def tables() -> deltackpt.Tables:
+    """The tables of the state, with their slots."""
+    return deltackpt.Tables(select=SELECT, slots=SLOTS)
+
+
+# The state.
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The training state at any step.
+
+    Attributes:
+      rows: table name to its rows at the start.
+      grown: steps and the rows of tables from each of them on.
+      batch: rows of each table that a step changes.
+      reach: share of each table, from its first row on, in which they lie.
+    """
+
+    rows: dict[str, int] = dataclasses.field(default_factory=lambda: dict(ROWS))
+    grown: list[tuple[int, dict[str, int]]] = dataclasses.field(default_factory=list)
+    batch: int = BATCH
+    reach: float = 1.0
+
+    def rows_at(self, step: int) -> dict[str, int]:
+        """Table name to its rows at a step."""
+        rows = dict(self.rows)
+        for first, more in self.grown:
+            rows |= more if first <= step else {}
+        return rows
+
+    def changed(self, step: int) -> dict[str, np.ndarray]:
+        """Table name to the rows that the step changes, each once."""
+        rng = np.random.default_rng([1, step])
+        found = {}
+        for name, rows in self.rows_at(step).items():
+            reach = int(rows * self.reach)
+            found[name] = rng.choice(reach, min(reach, self.batch), replace=False, shuffle=False)
+        return found
+
+    def at(self, step: int) -> dict[str, Any]:
+        """The state at a step, numpy leaves."""
+        rows = self.rows_at(step)
+        state: dict[str, Any] = {
+            "tables": {name: _initial(name, count) for name, count in rows.items()},
+            "slots": {
+                "rows": np.zeros(rows["rows"], np.float32),
+                "columns": np.zeros((rows["columns"], WIDTHS["columns"]), np.float32),
+            },
+            "dense": {},
+        }
+        for now in range(1, step + 1):
+            rng = np.random.default_rng([2, now])
+            for name, ids in self.changed(now).items():
+                fresh = rng.standard_normal((len(ids), WIDTHS[name]), np.float32)
+                state["tables"][name][ids] = fresh
+                if name in state["slots"]:
+                    state["slots"][name][ids] += fresh[:, 0] if name == "rows" else fresh
+        rng = np.random.default_rng([3, step])
+        state["dense"] = {
+            "kernel": rng.standard_normal(KERNEL, np.float32),
+            "bias": rng.standard_normal(KERNEL[1], np.float32),
+        }
+        state["step"] = np.array(step, np.int32)
+        return state
+
+
+def _initial(name: str, rows: int) -> np.ndarray:
+    """A table before the first step; one with more rows begins with the same."""
+    rng = np.random.default_rng([0, sorted(WIDTHS).index(name)])
+    return rng.standard_normal((rows, WIDTHS[name]), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a state lies: all devices of the job as a mesh of axes x and y.
+
+    Attributes:
+      mesh: its shape.
+      layout: which of ``LAYOUTS``.
+      across: the axis that goes from process to process before it goes from device to device.
+    """
+
+    mesh: tuple[int, int]
+    layout: str = "trained"
+    across: str = "x"
+
+    def sharding(self, name: str) -> jax.sharding.NamedSharding:
+        """That of a leaf, by its path."""
+        devices = np.array(jax.devices())
+        if self.across == "x":
+            devices = devices.reshape(self.mesh)
+        else:
+            devices = devices.reshape(self.mesh[::-1]).T
+        spec = (tuple(a) if isinstance(a, list) else a for a in LAYOUTS[self.layout].get(name, []))
+        mesh = jax.sharding.Mesh(devices, ("x", "y"))
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+    def placed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state as global arrays; each process makes its own shards."""
+
+        def place(path: Any, leaf: np.ndarray) -> jax.Array:
+            sharding = self.sharding(_name(path))
+            return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+
+        return jax.tree.map_with_path(place, state)
+
+    def template(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What to restore a state like this one into."""
+
+        def place(path: Any, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+            sharding = self.sharding(_name(path))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map_with_path(place, state)
+
+
+def _name(path: Any) -> str:
+    return "/".join(key.key for key in path)
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """The first leaf whose shards in this process differ from the expected state in a bit."""
+    if jax.tree.structure(found) != jax.tree.structure(expected):
+        return f"expected {jax.tree.structure(expected)}, found {jax.tree.structure(found)}"
+    for path, leaf in jax.tree.leaves_with_path(expected):
+        other = functools.reduce(lambda node, key: node[key.key], path, found)
+        pieces = [((...,), other)]
+        if isinstance(other, jax.Array):
+            pieces = [(shard.index, shard.data) for shard in other.addressable_shards]
+        if other.shape != leaf.shape or other.dtype != leaf.dtype:
+            return f"{_name(path)}: {other.dtype}{other.shape}, not {leaf.dtype}{leaf.shape}"
+        for index, piece in pieces:
+            if np.asarray(piece).tobytes() != leaf[index].tobytes():
+                return f"{_name(path)} differs in {index}"
+    return None
+
+
+# One process.
+
+
+class Link:
+    """The socket to the test: lines of JSON, each sent as a whole."""
+
+    def __init__(self, name: str):
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(f"\0{name}")
+        self._lock = threading.Lock()
+
+    def send(self, line: dict[str, Any]) -> None:
+        """Sends a line."""
+        with self._lock:
+            self._socket.sendall(json.dumps(line).encode() + b"\n")
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """What the test asks for."""
+        with self._socket.makefile("r") as lines:
+            for line in lines:
+                yield json.loads(line)
+
+
+class Worker:
+    """What a process can be asked for: each public method, its arguments from JSON."""
+
+    def __init__(self, task: dict[str, Any], link: Link):
+        self._task, self._link = task, link
+        self._model = Model(**task["model"])
+        self._manager: deltackpt.CheckpointManager | None = None
+        self._place = Place((task["count"] * task["devices"], 1))
+        self._step = 0
+        self._state: dict[str, Any] = {}
+        self._marks: touched.TouchState | None = None
+
+    def run(self) -> None:
+        """Answers until the test has no more questions."""
+        for line in self._link.lines():
+            started = time.perf_counter()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                answer: dict[str, Any] = {"answer": line["do"]}
+                try:
+                    answer |= getattr(self, line.pop("do"))(**line) or {}
+                except Exception as error:
+                    traceback.print_exc()
+                    answer["error"] = _told(error)
+            answer["warnings"] = [str(warning.message) for warning in caught]
+            answer["secs"] = time.perf_counter() - started
+            self._link.send(answer)
+
+    # Questions.
+
+    def lead(self, address: str) -> None:
+        """Becomes the coordinator of the job, in none of its processes."""
+        task = self._task
+        self._service = distributed._jax.get_distributed_runtime_service(
+            address, task["count"], heartbeat_timeout=_NEVER_SECS, recoverable=True
+        )
+
+    def join(self, address: str, apart: bool = False) -> None:
+        """Starts jax, with the other processes.
+
+        Args:
+          address: where the coordinator is.
+          apart: whether it is there already; else process 0 becomes it, as jax would have it.
+        """
+        task = self._task
+        if apart:
+            service = mock.Mock(return_value=None)
+            mock.patch.object(distributed._jax, "get_distributed_runtime_service", service).start()
+        jax.config.update("jax_num_cpu_devices", task["devices"])
+        if task["count"] > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.config.update("jax_enable_recoverability", True)
+            jax.distributed.initialize(
+                address,
+                task["count"],
+                task["process"],
+                coordinator_bind_address=address if task["process"] == 0 else None,
+                heartbeat_timeout_seconds=_NEVER_SECS,
+            )
+        assert jax.process_count() == task["count"]
+        assert jax.device_count() == task["count"] * task["devices"]
+
+    def open(
+        self,
+        root: str,
+        peers_secs: float = 60.0,
+        policy: str = "consecutive",
+        bounds: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Makes the manager.
+
+        Args:
+          root: its directory.
+          peers_secs: of its timeouts.
+          policy: one of ``POLICIES``.
+          bounds: options of the policy.
+          **options: other options of the manager.
+        """
+        self._manager = deltackpt.CheckpointManager(
+            root,
+            handlers={"embeddings": tables()},
+            options=deltackpt.ManagerOptions(
+                policy=POLICIES[policy](**bounds or {}),
+                timeouts=Timeouts(peers_secs=peers_secs),
+                **options,
+            ),
+        )
+
+    def start(self, place: dict[str, Any], step: int = 0) -> None:
+        """A state of a step, of which no row was touched yet."""
+        self._place, self._step = _place(place), step
+        self._state = self._place.placed(self._model.at(step))
+        self._marks = self._fresh()
+
+    def train(self, to: int) -> None:
+        """Steps up to ``to``; where a table grows the marks begin anew."""
+        while self._step < to:
+            before = self._model.rows_at(self._step)
+            self._step += 1
+            if self._model.rows_at(self._step) != before:
+                self._state = self._place.placed(self._model.at(self._step))
+                self._marks = self._fresh()
+            self._marks = _marked(self._marks, self._model.changed(self._step))
+        self._state = self._place.placed(self._model.at(self._step))
+
+    def next_save(self) -> dict[str, Any]:
+        """What the next save would be."""
+        decision = self._manager.next_save(self._state, touched=self._marks)
+        return dataclasses.asdict(decision)
+
+    def save(self, **arguments: Any) -> dict[str, Any]:
+        """Saves the state."""
+        saved = self._manager.save(self._step, self._state, touched=self._marks, **arguments)
+        return {"step": saved.step, "kind": saved.kind, "reason": saved.reason}
+
+    def save_if_due(self) -> dict[str, Any]:
+        """Saves the state where that is due."""
+        saved = self._manager.save_if_due(self._step, self._state, touched=self._marks)
+        return {"kind": saved and saved.kind, "step": saved and saved.step}
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the saves in flight."""
+        return {
+            "reports": [
+                {
+                    "step": report.intent.save_id.step,
+                    "run": report.intent.save_id.run,
+                    "kind": report.intent.kind,
+                    "reason": report.intent.reason,
+                    "rows": report.rows,
+                    "bytes": report.bytes_written,
+                    "tables": {
+                        f"{table.table}:{table.field}": table.rows for table in report.tables
+                    },
+                }
+                for report in self._manager.wait()
+            ]
+        }
+
+    def steps(self) -> dict[str, Any]:
+        """The committed steps."""
+        return {"steps": self._manager.all_steps()}
+
+    def restore_latest(self, place: dict[str, Any] | None = None, like: int = 0) -> dict[str, Any]:
+        """Restores the newest intact step and goes on from it.
+
+        Args:
+          place: where to; None restores without a template.
+          like: the step whose state is the template.
+        """
+        template = None if place is None else _place(place).template(self._model.at(like))
+        result = self._manager.restore_latest(template)
+        return {"step": None} if result is None else self._restored(result, place)
+
+    def restore(
+        self, step: int, place: dict[str, Any] | None = None, like: int = 0
+    ) -> dict[str, Any]:
+        """Restores a step and goes on from it; arguments as for ``restore_latest``."""
+        template = None if place is None else _place(place).template(self._model.at(like))
+        return self._restored(self._manager.restore(step, template), place)
+
+    def stock_save(self, root: str, api: str) -> None:
+        """Saves the tables with our handler under a stock manager of Orbax."""
+        split = deltackpt.split(self._state, tables())
+        embeddings = deltackpt.Embeddings(split=split, touched=self._marks)
+        if api == "v0":
+            with ocp.CheckpointManager(root) as saver:
+                args = ocp.args.Composite(embeddings=deltackpt.DeltaSave(embeddings))
+                saver.save(self._step, args=args)
+        else:
+            with _registered(), v1.training.Checkpointer(root) as saver:
+                saver.save_checkpointables(self._step, {"embeddings": embeddings})
+
+    def stock_load(self, root: str, api: str, place: dict[str, Any], step: int) -> dict[str, Any]:
+        """Restores the tables with our handler under a stock manager of Orbax."""
+        split = deltackpt.split(_place(place).template(self._model.at(step)), tables())
+        wanted = restore.AbstractEmbeddings(tables=split.fields)
+        if api == "v0":
+            with ocp.CheckpointManager(root) as saver:
+                args = ocp.args.Composite(embeddings=deltackpt.DeltaRestore(wanted))
+                found = saver.restore(step, args=args)["embeddings"]
+        else:
+            with _registered(), v1.training.Checkpointer(root) as saver:
+                found = saver.load_checkpointables(step, {"embeddings": wanted})["embeddings"]
+        expected = deltackpt.split(self._model.at(step), tables()).fields
+        wrong = difference({name: dict(fields) for name, fields in found.fields.items()}, expected)
+        return {"wrong": wrong, "kinds": [save.kind for save in found.chain]}
+
+    def arm(self, at: str, action: str, after: int = 0) -> None:
+        """Dies, stops or is held up when it comes to a point of a save.
+
+        Args:
+          at: one of ``POINTS``.
+          action: "kill", "stop", or "hold": until the test lets go.
+          after: how often it passes the point first.
+        """
+        left = iter([False] * after + [True])
+
+        def reached() -> None:
+            if not next(left, False):
+                return
+            self._link.send({"reached": at})
+            if action == "hold":
+                _await(Path(self._task["release"]))
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+        POINTS[at](reached)
+
+    def fault(self, at: str, number: int = 28) -> None:
+        """Fails once, by an error of the operating system, at a point of a save or a restore."""
+        left = iter([True])
+
+        def reached() -> None:
+            if next(left, False):
+                raise OSError(number, os.strerror(number))
+
+        POINTS[at](reached)
+
+    def usurp(self, root: str) -> None:
+        """Takes the lease of a directory, as another trainer that starts now."""
+        Root.open(root)
+
+    def slow_renames(self, secs: float = 0.3) -> None:
+        """Renames, those of a rollback above all, take their time from now on."""
+        real = files.rename
+
+        def slowly(*arguments: Any, **options: Any) -> None:
+            time.sleep(secs)
+            real(*arguments, **options)
+
+        mock.patch.object(files, "rename", slowly).start()
+
+    def read_alone(self, root: str, step: int) -> None:
+        """Reads a step by a manager of this process alone."""
+        options = deltackpt.ManagerOptions(read_only=True, alone=True)
+        with deltackpt.CheckpointManager(
+            root, handlers={"embeddings": tables()}, options=options
+        ) as reader:
+            found = reader.restore(step).state
+        assert difference(found, self._model.at(step)) is None
+
+    def share(self, first: int) -> dict[str, Any]:
+        """Bytes of what the devices of this process hold of the tables and their slots.
+
+        Args:
+          first: the step of a base; what the deltas after it must hold of the same comes on top.
+        """
+        fields = deltackpt.split(self._state, tables()).fields
+        changed = [self._model.changed(step) for step in range(first + 1, self._step + 1)]
+        total = 0
+        for name, arrays_ in fields.items():
+            for array in arrays_.values():
+                boxes = {str(shard.index): shard for shard in array.addressable_shards}
+                for shard in boxes.values():
+                    start, stop, _ = shard.index[0].indices(array.shape[0])
+                    rows = stop - start
+                    for ids in (found[name.removeprefix("tables/")] for found in changed):
+                        rows += int(((ids >= start) & (ids < stop)).sum())
+                    total += rows * shard.data.nbytes // (stop - start)
+        return {"bytes": total}
+
+    def close(self) -> None:
+        """Closes the manager."""
+        self._manager.close()
+
+    def leave(self) -> None:
+        """Ends jax, with the other processes."""
+        jax.distributed.shutdown()
+
+    # The parts of an answer.
+
+    def _fresh(self) -> touched.TouchState:
+        named = self._state["tables"].items()
+        return touched.init({f"tables/{name}": table for name, table in named})
+
+    def _restored(self, result: Any, place: dict[str, Any] | None) -> dict[str, Any]:
+        wrong = difference(result.state, self._model.at(result.step))
+        if place is not None:
+            self._place, self._step = _place(place), result.step
+            self._state, self._marks = result.state, result.touched
+        return {
+            "step": result.step,
+            "chain": result.chain,
+            "wrong": wrong,
+            "bytes_read": result.bytes_read,
+            "skipped": [[step, _told(error)] for step, error in result.skipped],
+        }
+
+
+def _marked(marks: touched.TouchState, ids: dict[str, np.ndarray]) -> touched.TouchState:
+    """What ``touched.mark`` gives: compiling that costs each process more than a whole save."""
+    clock = int(marks.clock) + 1
+    stamps = dict(marks.stamps)
+    for name, rows in ids.items():
+        old = stamps[f"tables/{name}"]
+
+        def stamp(index: Any, old: jax.Array = old, rows: np.ndarray = rows) -> np.ndarray:
+            start, stop, _ = index[0].indices(len(old))
+            [shard, *_] = (s.data for s in old.addressable_shards if s.index == index)
+            new = np.array(shard)
+            new[rows[(rows >= start) & (rows < stop)] - start] = clock
+            return new
+
+        stamps[f"tables/{name}"] = jax.make_array_from_callback(old.shape, old.sharding, stamp)
+    return touched.TouchState(jax.numpy.int32(clock), stamps)
+
+
+def _place(given: dict[str, Any]) -> Place:
+    return Place(tuple(given["mesh"]), **{k: v for k, v in given.items() if k != "mesh"})
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """An error, with those that it comes from, as JSON."""
+    cause = error.__cause__
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "processes": list(getattr(error, "processes", ())),
+        "cause": None if cause is None else _told(cause),
+    }
+
+
+@contextlib.contextmanager
+def _registered() -> Iterator[None]:
+    context = v1.Context()
+    context.checkpointables.registry = v1.handlers.local_registry()
+    context.checkpointables.registry.add(deltackpt.DeltaCheckpointableHandler)
+    with context:
+        yield
+
+
+# Points of a save.
+
+
+def _await(path: Path) -> None:
+    deadline = time.monotonic() + _HELD_SECS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(_POLL_SECS)
+
+
+def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
+    """Calls something before each call of a function."""
+
+    def arm(reached: Callable[[], None]) -> None:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*arguments: Any, **options: Any) -> Any:
+            reached()
+            return real(*arguments, **options)
+
+        mock.patch.object(owner, name, call).start()
+
+    return arm
+
+
+def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
+    """Calls something after each call of a function."""
+
+    def arm(reached: Callable[[], None]) -> None:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = real(*arguments, **options)
+            reached()
+            return result
+
+        mock.patch.object(owner, name, call).start()
+
+    return arm
+
+
+def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]:
+    """Calls something before or after the step is renamed into place."""
+
+    def arm(reached: Callable[[], None]) -> None:
+        real = commit.files.rename
+
+        def rename(source: Path, target: Path, **options: Any) -> None:
+            step = target.name.isdecimal()
+            if step and reached_before:
+                reached()
+            real(source, target, **options)
+            if step and not reached_before:
+                reached()
+
+        mock.patch.object(commit.files, "rename", rename).start()
+
+    return arm
+
+
+#: Where a process can be stopped in a save, by what it has done; those of the commit are passed by
+#: process 0 alone.
+POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
+    "before its part": _before(pipeline.PendingSave, "_write"),
+    "during its part": _after(arrays.ArrayWriter, "_write_chunk"),
+    "before its manifest": _before(pipeline.PendingSave, "_manifest"),
+    "waiting for the parts": _before(rendezvous.Rendezvous, "collect"),
+    "waiting for the commit": _before(rendezvous.Rendezvous, "await_commit"),
+    "commit: digests": _before(commit, "write_step_digests"),
+    "commit: before the rename": _around_rename(True),
+    "commit: after the rename": _around_rename(False),
+    "before the save": _before(manager.CheckpointManager, "_start"),
+    "snapshot": _before(pipeline, "snapshot"),
+    "reading arrays": _before(arrays, "read_array"),
+}
+
+
+def _child(task: dict[str, Any]) -> None:
+    diagnosis = os.open(task["diagnosis"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(diagnosis, 1)
+    os.dup2(diagnosis, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        link = Link(task["socket"])
+        link.send({"process": task["process"]})
+        Worker(task, link).run()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def serve() -> None:
+    """Forks a process per task; an ended one stays until it is asked for, so its id is its own."""
+    # With as many devices as a task says.
+    os.environ.pop("XLA_FLAGS", None)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "end" in order:
+            _, status = os.waitpid(order["end"], 0)
+            answer = {"status": os.waitstatus_to_exitcode(status)}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                _child(order)
+            answer = {"pid": pid}
+        os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fails on one of several real processes is told by all, and stands in nobody's way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from many import Answer, Job, Server
+
+PLACE = {"mesh": [2, 2]}
+#: Nothing here ends by this limit: a test that comes near it would hang without it.
+PEERS_SECS = 20.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def job(server, tmp_path) -> Iterator[Job]:
+    """Two processes that have committed step 0."""
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(tmp_path / "root"), peers_secs=PEERS_SECS)
+        job.all("start", place=PLACE)
+        job.all("save")
+        job.all("wait")
+        job.all("train", to=1)
+        yield job
+
+
+def of_one(job: Job, process: int, do: str, **arguments: Any) -> None:
+    job.processes[process].ask(do, **arguments)
+    answer = job.processes[process].answer()
+    assert "error" not in answer, answer
+
+
+def root_cause(answer: Answer) -> dict[str, Any]:
+    error = answer["error"]
+    while error["cause"] is not None:
+        error = error["cause"]
+    return error
+
+
+def assert_goes_on(job: Job, step: int) -> None:
+    """A step is saved and restored by both, as if nothing had been."""
+    job.all("train", to=step)
+    job.all("save")
+    job.all("wait")
+    found = job.all("restore_latest", place=PLACE, like=step)
+    assert {(answer["step"], answer["wrong"]) for answer in found} == {(step, None)}
+    job.close()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_full_disk_of_one_process_is_told_by_the_other(job, tmp_path, process):
+    of_one(job, process, "fault", at="during its part")
+    job.all("save")
+    waits = job.each("wait")
+    assert root_cause(waits[process])["type"] in ("OSError", "OutOfSpace", "StorageError")
+    told = root_cause(waits[1 - process])
+    assert told["type"] == "PeerFailed"
+    assert f"process {process} failed" in told["text"] and "No space left" in told["text"]
+    assert not (tmp_path / "root" / "1").exists()
+    assert_goes_on(job, 2)
+
+
+def test_a_commit_that_fails_says_why_on_both_processes(job, tmp_path):
+    of_one(job, 0, "fault", at="commit: digests")
+    job.all("save")
+    waits = job.each("wait")
+    assert [answer["error"]["type"] for answer in waits] == ["SaveFailed"] * 2
+    assert all("No space left" in answer["error"]["text"] for answer in waits)
+    assert "process 0 failed" in waits[1]["error"]["text"]
+    # The same step may be saved again.
+    job.all("save")
+    job.all("wait")
+    assert (tmp_path / "root" / "1").exists()
+    assert_goes_on(job, 2)
+
+
+def test_a_snapshot_that_one_process_cannot_take_leaves_nobody_at_a_barrier(job, tmp_path):
+    of_one(job, 1, "fault", at="snapshot")
+    saves = job.each("save")
+    assert "error" not in saves[0] and "No space left" in saves[1]["error"]["text"]
+    waits = job.each("wait")
+    assert all("No space left" in answer["error"]["text"] for answer in waits)
+    assert not (tmp_path / "root" / "1").exists()
+    assert_goes_on(job, 2)
+
+
+def test_a_trainer_that_lost_its_directory_says_so_on_every_process(job, tmp_path):
+    of_one(job, 0, "usurp", root=str(tmp_path / "root"))
+    job.all("save")
+    waits = job.each("wait")
+    assert root_cause(waits[0])["type"] == "FencedError"
+    assert root_cause(waits[1])["type"] == "PeerFailed"
+    assert "FencedError" in root_cause(waits[1])["text"]
+
+
+def test_a_trainer_that_lost_its_directory_moves_no_steps_of_its_successor(job, tmp_path):
+    root = tmp_path / "root"
+    job.all("save")
+    job.all("wait")
+    job.all("restore", step=0, place=PLACE, like=0)
+    of_one(job, 0, "usurp", root=str(root))
+    job.all("train", to=3)
+    errors = [answer["error"] for answer in job.each("save")]
+    assert errors[0]["type"] == "FencedError"
+    assert errors[1]["type"] == "PeerFailed" and "FencedError" in errors[1]["text"]
+    assert (root / "1").exists() and not (root / "rolled-back").exists()
+
+
+def test_nobody_goes_on_before_later_steps_are_moved_aside(job, tmp_path):
+    root = tmp_path / "root"
+    for step in (1, 2, 3):
+        job.all("train", to=step)
+        job.all("save")
+        job.all("wait")
+    job.all("restore", step=0, place=PLACE, like=0)
+    job.all("slow_renames")
+    job.all("train", to=1)
+    job.all("save")
+    job.all("wait")
+    assert sorted(path.name for path in (root / "rolled-back").glob("*/*")) == ["1", "2", "3"]
+    assert_goes_on(job, 2)
+
+
+def test_storage_that_one_process_cannot_read_lets_nobody_fall_back(job):
+    job.all("save")
+    job.all("wait")
+    of_one(job, 1, "fault", at="reading arrays", number=5)
+    errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=1)]
+    assert errors[1]["type"] == "OSError"
+    assert errors[0]["type"] == "PeerFailed" and "process 1" in errors[0]["text"]
+    found = job.all("restore_latest", place=PLACE, like=1)
+    assert {(answer["step"], answer["wrong"]) for answer in found} == {(1, None)}
+    assert_goes_on(job, 2)
+
+
+def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
+    of_one(job, 1, "read_alone", root=str(tmp_path / "root"), step=0)
+    assert_goes_on(job, 1)
