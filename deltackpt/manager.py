@@ -450,8 +450,10 @@ class CheckpointManager:
             )
 
     def _not_now(self, step: int, started: float) -> Saved:
-        assert self._in_flight is not None
-        reason = f"step {self._in_flight.step} is still being saved"
+        flight = self._in_flight
+        # Of several processes process 0 may be the only one that is not done yet.
+        which = "a step" if flight is None else f"step {flight.step}"
+        reason = f"{which} is still being saved"
         if self.options.when_busy == "coalesce":
             self._due = step
             reason += "; due, save_if_due() takes it"
@@ -578,8 +580,8 @@ class CheckpointManager:
             elif "async_commit_complete" in key:
                 if peers.process > 0:
                     peers.await_commit(step_dir.is_dir)
+                    self._note_commit()
                 flight.committed = True
-                self._note_commit()
             elif not flight.committed:
                 # The end of a save that failed in Orbax, which keeps the reason to itself.
                 peers.fail(SaveFailed("Orbax could not write or commit the step; see the log"))
