@@ -746,7 +746,7 @@ class CheckpointManager:
         if abstract is not None:
             dense.check(abstract, metadata, step)
         args = dense.restore_args(abstract, metadata)
-        found = self._orbax.restore(step, args=ocp.args.Composite(**{layout.DENSE_ITEM: args}))
+        found = self._orbax_restore(step, **{layout.DENSE_ITEM: args})
         return dense.restored(found[layout.DENSE_ITEM], abstract)
 
     def _restore_items(
@@ -754,8 +754,23 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         if not items:
             return {}
-        found = self._orbax.restore(step, args=ocp.args.Composite(**dict(items)))
+        found = self._orbax_restore(step, **dict(items))
         return {name: found[name] for name in items}
+
+    def _orbax_restore(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        """Restores items through Orbax, which has all processes meet at a barrier afterwards.
+
+        Raises:
+          RestoreError: another process did not come there; it says itself why.
+        """
+        try:
+            with barrier_secs(self.options.timeouts.peers_secs):
+                return self._orbax.restore(step, args=ocp.args.Composite(**items))
+        except jax.errors.JaxRuntimeError as error:
+            if self._peers.count == 1:
+                raise
+            what = f"restoring {', '.join(items)} of step {step}"
+            raise RestoreError(str(self._peers.named(what, error))) from error
 
     # Several processes.
 

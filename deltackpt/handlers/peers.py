@@ -88,7 +88,8 @@ class Peers:
         """
         if self.count == 1:
             return [] if error is None else [Failure(0, str(error), fatal)]
-        self._meet(what)
+        # Others may have waited for this process at a barrier of Orbax's first.
+        self._meet(what, patience=3)
         flags = np.zeros((self.count, 2), bool)
         flags[self.index] = error is not None, fatal
         found = np.any(multihost_utils.process_allgather(flags), axis=0)
@@ -107,8 +108,8 @@ class Peers:
         missing = tuple(sorted({int(name) for name in names} - {self.index}))
         shown = f"process {', '.join(map(str, missing))}" if missing else "every process"
         return PeerMissing(
-            f"{what}: expected {shown} to come within {self._timeout_secs:g} s "
-            f"(timeouts.peers_secs), found {str(error).splitlines()[0]}; look at the logs of the "
+            f"{what}: expected {shown} to come in time (timeouts.peers_secs is "
+            f"{self._timeout_secs:g}), found {str(error).splitlines()[0]}; look at the logs of the "
             "processes, then restart the job",
             missing,
         )
@@ -123,9 +124,10 @@ class Peers:
         told = multihost.broadcast_one_to_all(sent, is_source=is_source)
         return np.asarray(told).tobytes().decode(errors="replace")
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, what: str, *, patience: int = 1) -> None:
         """Collectives have no limit of their own: first everybody must have come."""
-        self._wait(f"{self._key}:{next(self._meetings)}:{what}", self._timeout_secs, what)
+        key = f"{self._key}:{next(self._meetings)}:{what}"
+        self._wait(key, patience * self._timeout_secs, what)
 
     def _wait(self, key: str, timeout_secs: float, what: str) -> None:
         if self._barrier is None:
