@@ -119,6 +119,10 @@ class Process:
         self._answers.put(None)
         return {"ended": self.end()}
 
+    def has_answered(self, times: int) -> bool:
+        """Whether so many answers wait to be taken."""
+        return self._answers.qsize() >= times
+
     def wait_reached(self, point: str) -> None:
         """Waits until it has noted that it came to a point of a save."""
         wait_until(

@@ -13,6 +13,7 @@ any process and by the test, not remembered.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import functools
@@ -57,7 +58,7 @@ SLOTS = {
 }
 #: How a state lies: axes by leaf, as in a PartitionSpec. "trained" is what a job trains with; under
 #: "turned" every leaf is cut along another axis, or not at all; under "cut" each device has a piece
-#: of its own.
+#: of its own; under "whole" columns stay together.
 LAYOUTS: dict[str, dict[str, list[Any]]] = {
     "trained": {
         "tables/rows": ["x"],
@@ -75,6 +76,7 @@ LAYOUTS: dict[str, dict[str, list[Any]]] = {
         "tables/replicated": [["x", "y"]],
         "dense/kernel": [["y", "x"]],
     },
+    "whole": {"tables/rows": ["x"], "slots/rows": ["x"], "tables/columns": ["x"]},
     "cut": {
         "tables/rows": [["x", "y"]],
         "slots/rows": [["x", "y"]],
@@ -92,6 +94,7 @@ POLICIES = {
 #: After so long jax itself would abort the processes that miss another.
 _NEVER_SECS = 600
 _HELD_SECS = 120.0
+_PR_SET_PDEATHSIG = 1
 _POLL_SECS = 0.005
 
 
@@ -345,6 +348,11 @@ class Worker:
             ),
         )
 
+    def limit(self, peers_secs: float) -> None:
+        """From the next save on waits so long for other processes, and no more than before else."""
+        timeouts = dataclasses.replace(self._manager.options.timeouts, peers_secs=peers_secs)
+        self._manager.options = dataclasses.replace(self._manager.options, timeouts=timeouts)
+
     def start(self, place: dict[str, Any], step: int = 0) -> None:
         """A state of a step, of which no row was touched yet."""
         self._place, self._step = _place(place), step
@@ -400,16 +408,24 @@ class Worker:
         """The committed steps."""
         return {"steps": self._manager.all_steps()}
 
-    def restore_latest(self, place: dict[str, Any] | None = None, like: int = 0) -> dict[str, Any]:
+    def restore_latest(
+        self, place: dict[str, Any] | None = None, like: int = 0, arrays: bool = False
+    ) -> dict[str, Any]:
         """Restores the newest intact step and goes on from it.
 
         Args:
           place: where to; None restores without a template.
           like: the step whose state is the template.
+          arrays: whether the template is that state itself, so that a table may have grown.
         """
-        template = None if place is None else _place(place).template(self._model.at(like))
+        template = None
+        if place is not None:
+            state, where = self._model.at(like), _place(place)
+            template = where.placed(state) if arrays else where.template(state)
         result = self._manager.restore_latest(template)
-        return {"step": None} if result is None else self._restored(result, place)
+        if result is None:
+            return {"step": None}
+        return self._restored(result, place, like if arrays else None)
 
     def restore(
         self, step: int, place: dict[str, Any] | None = None, like: int = 0
@@ -533,8 +549,17 @@ class Worker:
         named = self._state["tables"].items()
         return touched.init({f"tables/{name}": table for name, table in named})
 
-    def _restored(self, result: Any, place: dict[str, Any] | None) -> dict[str, Any]:
-        wrong = difference(result.state, self._model.at(result.step))
+    def _restored(
+        self, result: Any, place: dict[str, Any] | None, grown: int | None = None
+    ) -> dict[str, Any]:
+        expected = self._model.at(result.step)
+        if grown is not None:
+            # Rows that the step does not hold are those of the template.
+            for kind in ("tables", "slots"):
+                for name, leaf in self._model.at(grown)[kind].items():
+                    old = expected[kind][name]
+                    expected[kind][name] = np.concatenate([old, leaf[len(old) :]])
+        wrong = difference(result.state, expected)
         if place is not None:
             self._place, self._step = _place(place), result.step
             self._state, self._marks = result.state, result.touched
@@ -571,7 +596,8 @@ def _place(given: dict[str, Any]) -> Place:
 
 def _told(error: BaseException) -> dict[str, Any]:
     """An error, with those that it comes from, as JSON."""
-    cause = error.__cause__
+    # An error of TensorStore may be raised from itself.
+    cause = None if error.__cause__ is error else error.__cause__
     return {
         "type": type(error).__name__,
         "text": str(error),
@@ -657,7 +683,9 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before its part": _before(pipeline.PendingSave, "_write"),
     "during its part": _after(arrays.ArrayWriter, "_write_chunk"),
     "before its manifest": _before(pipeline.PendingSave, "_manifest"),
+    "before its word": _before(commit, "write_process_digests"),
     "waiting for the parts": _before(rendezvous.Rendezvous, "collect"),
+    "has the parts": _after(rendezvous.Rendezvous, "collect"),
     "waiting for the commit": _before(rendezvous.Rendezvous, "await_commit"),
     "commit: digests": _before(commit, "write_step_digests"),
     "commit: before the rename": _around_rename(True),
@@ -665,10 +693,17 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the save": _before(manager.CheckpointManager, "_start"),
     "snapshot": _before(pipeline, "snapshot"),
     "reading arrays": _before(arrays, "read_array"),
+    "reading dense leaves": _before(manager.CheckpointManager, "_restore_dense"),
 }
 
 
+def _die_with_parent() -> None:
+    """Asks Linux for a SIGKILL when the parent dies, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _child(task: dict[str, Any]) -> None:
+    _die_with_parent()
     diagnosis = os.open(task["diagnosis"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(diagnosis, 1)
     os.dup2(diagnosis, 2)
@@ -689,6 +724,7 @@ def serve() -> None:
     """Forks a process per task; an ended one stays until it is asked for, so its id is its own."""
     # With as many devices as a task says.
     os.environ.pop("XLA_FLAGS", None)
+    _die_with_parent()
     for line in sys.stdin:
         order = json.loads(line)
         if "end" in order:

@@ -145,3 +145,16 @@ def test_storage_that_one_process_cannot_read_lets_nobody_fall_back(job):
 def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
     of_one(job, 1, "read_alone", root=str(tmp_path / "root"), step=0)
     assert_goes_on(job, 1)
+
+
+def test_dense_leaves_that_one_process_cannot_read_stop_the_other_in_time(server, tmp_path):
+    """Orbax has the others wait for it at a barrier of its own, for as long as the timeouts say."""
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(tmp_path / "root"), peers_secs=4.0)
+        job.all("start", place=PLACE)
+        job.all("save")
+        job.all("wait")
+        of_one(job, 1, "fault", at="reading dense leaves", number=5)
+        errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE)]
+        assert errors[1]["type"] == "OSError"
+        assert errors[0]["type"] == "PeerFailed" and "process 1" in errors[0]["text"]
