@@ -197,6 +197,21 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
             job.all("close")
 
 
+def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_path):
+    root = tmp_path / "root"
+    options = {"bounds": {"max_chain": 2}, "retention": 2, "base_snapshot": "block"}
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, {"mesh": [2, 2]}, **options)
+        kinds = [saved(job, step)[0]["kind"] for step in range(6)]
+        assert kinds == ["base", "delta", "delta"] * 2
+        # The last two, and the base that they need.
+        assert job.one("steps")["steps"] == [3, 4, 5]
+        for answer in job.all("restore_latest", place={"mesh": [1, 4]}, like=5):
+            assert (answer["step"], answer["wrong"], answer["chain"]) == (5, None, [3, 4, 5])
+        job.close()
+    assert step_numbers(root) == [3, 4, 5]
+
+
 @pytest.mark.parametrize(("when_busy", "held_up"), [("skip", 1), ("coalesce", 0)])
 def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
     with Job(server, tmp_path, processes=2) as job:
