@@ -11,12 +11,24 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 #: Half-open: rows or columns ``[first, last)``.
 Span = tuple[int, int]
+
+
+class Box(NamedTuple):
+    """Rows and columns of one field of a table; a field without columns has ``(0, 1)``."""
+
+    rows: Span
+    columns: Span
+
+    @property
+    def cells(self) -> int:
+        """How many numbers it holds, of those along the first two axes."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 class Ranges:

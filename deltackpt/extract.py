@@ -31,9 +31,8 @@ from deltackpt.blocks import Ranges, RowBlock, Rows, Span
 from deltackpt.codecs import Codec
 from deltackpt.encode import AHEAD, DevicePiece, HostPiece, Piece
 from deltackpt.errors import TableSelectionError, TrackingError
-from deltackpt.manifest import Cover, FieldSpec, GroupEntry
+from deltackpt.manifest import Cover, FieldSpec, GroupEntry, Layout
 from deltackpt.staging import Staging
-from deltackpt.tables import Layout
 
 _SMALLEST_BUCKET = 1024
 _DEVICE_PIECE_BYTES = 64 << 20

@@ -19,7 +19,8 @@ from jax import lax
 from deltackpt import blocks
 from deltackpt.bits import bits
 from deltackpt.errors import TrackingError
-from deltackpt.tables import Layout, match_touched
+from deltackpt.manifest import Layout
+from deltackpt.tables import match_touched
 from deltackpt.touched import TouchState
 
 #: How many rows an error lists.

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, layout, pipeline, processes, restore, stored, tables, touched
+from deltackpt import events, layout, pipeline, processes, reader, restore, stored, tables, touched
 from deltackpt.blocks import VALUES
 from deltackpt.errors import (
     ClosedError,
@@ -44,6 +44,7 @@ from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
+from deltackpt.manifest import Layout
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
 from deltackpt.pipeline import (
@@ -54,8 +55,8 @@ from deltackpt.pipeline import (
     SaveReport,
 )
 from deltackpt.policy import Decision
+from deltackpt.reader import Progress, RestoredTables
 from deltackpt.rendezvous import Rendezvous
-from deltackpt.restore import Progress, RestoredTables
 from deltackpt.root import Root
 from deltackpt.staging import Staging
 from deltackpt.stored import StoredSave
@@ -682,7 +683,7 @@ class CheckpointManager:
         """The chain of a step and what is wanted of it; checks this process's share of files."""
         saves = stored.read_chain(step_dir, self._item)
         if rows is not None:
-            return _Found(saves, None, restore.wanted_rows(saves[-1].layout, rows), dense=False)
+            return _Found(saves, None, reader.wanted_rows(saves[-1].layout, rows), dense=False)
         expected = None if template is None else tables.split(template, self._tables)
         wanted = None
         if expected is not None:
@@ -696,12 +697,12 @@ class CheckpointManager:
     ) -> tuple[RestoredTables, dict[str, Any]]:
         """Merged tables and Orbax's dense leaves."""
         if not found.dense:
-            return restore.restore_tables(found.saves, wanted=found.wanted, progress=progress), {}
+            return reader.restore_tables(found.saves, wanted=found.wanted, progress=progress), {}
         # Orbax mostly waits for its own threads, and the merge for memory.
         with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
             layout = found.saves[-1].layout
             dense_leaves = pool.submit(self._restore_dense, step, layout, found.expected)
-            merged = restore.restore_tables(found.saves, wanted=found.wanted, progress=progress)
+            merged = reader.restore_tables(found.saves, wanted=found.wanted, progress=progress)
             return merged, dense_leaves.result()
 
     def _gone(self, step_dir: Path, error: Exception) -> Exception:
@@ -736,9 +737,7 @@ class CheckpointManager:
             fresh = touched.init({name: fields[VALUES] for name, fields in placed.items()})
         return tables.join(template, expected.layout, placed, leaves, fresh), fresh
 
-    def _restore_dense(
-        self, step: int, stored: tables.Layout, expected: Split | None
-    ) -> dict[str, Any]:
+    def _restore_dense(self, step: int, stored: Layout, expected: Split | None) -> dict[str, Any]:
         if not stored.dense:
             return {}
         abstract = None if expected is None else expected.dense
@@ -914,7 +913,7 @@ class _Found:
 
     saves: tuple[StoredSave, ...]
     expected: Split | None
-    wanted: restore.Wanted | None
+    wanted: reader.Wanted | None
     dense: bool
 
 

@@ -193,6 +193,25 @@ class DenseLeaf:
     key: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tables, their groups and the dense leaves of one state; equal for equal states.
+
+    Codecs are not part of it: each save plans its own.
+
+    Attributes:
+      groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
+      tables: the tables in the order of their names.
+      dense: every leaf that is neither table nor slot nor TouchState.
+      tracking_paths: where TouchStates stand; they are never saved.
+    """
+
+    groups: tuple[GroupEntry, ...]
+    tables: tuple[TableEntry, ...]
+    dense: tuple[DenseLeaf, ...]
+    tracking_paths: tuple[KeyPath, ...]
+
+
 #: A share of the rows of each table is counted in these.
 WHOLE_SHARE = 1 << 32
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from deltackpt import processes
-from deltackpt.blocks import Span
+from deltackpt.blocks import Box, Span
 from deltackpt.errors import TrackingError
 
 #: A device writes at least so much of a box, where the box has it: slivers of a small table would
@@ -31,18 +31,6 @@ _REMEMBERED = 1 << 16
 
 #: Row part and column part of a table, by number.
 _Cell = tuple[int, int]
-
-
-class Box(NamedTuple):
-    """Rows and columns of one field of a table; a field without columns has ``(0, 1)``."""
-
-    rows: Span
-    columns: Span
-
-    @property
-    def cells(self) -> int:
-        """How many numbers it holds, of those along the first two axes."""
-        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 class Share(NamedTuple):

@@ -31,13 +31,13 @@ from deltackpt.manifest import (
     Encoding,
     FieldSpec,
     GroupEntry,
+    Layout,
     Manifest,
     Segment,
     TableEntry,
 )
 from deltackpt.storage import arrays, files
 from deltackpt.storage.arrays import ChunkSums
-from deltackpt.tables import Layout
 
 _GONE_CHECKS = 5
 _GONE_INTERVAL_SECS = 0.1

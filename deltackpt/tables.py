@@ -21,7 +21,7 @@ from deltackpt import blocks, paths, slots
 from deltackpt import touched as tracking
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
 from deltackpt.groups import CodecOption, TableFields, group_tables
-from deltackpt.manifest import DenseLeaf, GroupEntry, KeyPath, TableEntry
+from deltackpt.manifest import DenseLeaf, KeyPath, Layout
 from deltackpt.paths import Flat, Select, path_name
 from deltackpt.policy import CodecChoice
 from deltackpt.touched import TouchState
@@ -70,25 +70,6 @@ class Tables:
                 CodecChoice.of(given)
         if self.slots is not None and not isinstance(self.slots, Mapping):
             raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Tables, their groups and the dense leaves of one state; equal for equal states.
-
-    Codecs are not part of it: each save plans its own.
-
-    Attributes:
-      groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
-      tables: the tables in the order of their names.
-      dense: every leaf that is neither table nor slot nor TouchState.
-      tracking_paths: where TouchStates stand; they are never saved.
-    """
-
-    groups: tuple[GroupEntry, ...]
-    tables: tuple[TableEntry, ...]
-    dense: tuple[DenseLeaf, ...]
-    tracking_paths: tuple[KeyPath, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,7 +21,8 @@ from orbax.checkpoint import v1
 import deltackpt
 from deltackpt.errors import StorageError, TemplateMismatch
 from deltackpt.handlers import commit, orbax_private, retention, steps
-from deltackpt.restore import AbstractEmbeddings, RestoredTables
+from deltackpt.reader import RestoredTables
+from deltackpt.restore import AbstractEmbeddings
 from deltackpt.storage import arrays, files
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)

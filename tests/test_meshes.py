@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import deltackpt
-from deltackpt import lineage, ownership, pipeline, processes, restore, stored, tables
+from deltackpt import lineage, ownership, pipeline, processes, reader, restore, stored, tables
 from deltackpt.errors import Disagreement, PeerFailed, PeerMissing, TrackingError
 from deltackpt.pipeline import Embeddings, PipelineOptions
 from deltackpt.staging import Staging
@@ -211,7 +211,7 @@ def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: 
     def own(index: int):
         saves = stored.read_chain(root / str(step))
         wanted = restore.wanted_of(tables.split(template, TABLES).fields)
-        for name, fields in restore.restore_tables(saves, wanted=wanted).buffers.items():
+        for name, fields in reader.restore_tables(saves, wanted=wanted).buffers.items():
             for field, held in fields.items():
                 whole = expected[name][field]
                 for ((start, stop), (first, last)), buffer in held.items():
@@ -267,7 +267,7 @@ def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores
         for step, state in enumerate(states):
             assert_restores(root, step, Job(count), topology, state)
     # One device of a notebook, and no template.
-    whole = restore.restore_tables(stored.read_chain(root / "2")).fields
+    whole = reader.restore_tables(stored.read_chain(root / "2")).fields
     for name, fields in tables.split(states[2], TABLES).fields.items():
         for field, leaf in fields.items():
             assert whole[name][field].tobytes() == leaf.tobytes()

@@ -12,9 +12,9 @@ import pytest
 from test_meshes import STAGING, Job, P
 
 import deltackpt
-from deltackpt import lineage, pipeline, restore, stored, tables
+from deltackpt import lineage, pipeline, reader, restore, stored, tables
 from deltackpt.pipeline import Embeddings, PipelineOptions
-from deltackpt.restore import Targets
+from deltackpt.reader import Targets
 
 ROWS, WIDTH = 64, 4
 FEW, MANY = 6, 60
@@ -170,7 +170,7 @@ def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
         fields = tables.split(state, TABLES).fields
 
         def parts(index: int) -> list[int]:
-            _, targets = restore._buffers(save_.layout, restore.wanted_of(fields))
+            _, targets = reader._buffers(save_.layout, restore.wanted_of(fields))
             assert isinstance(targets, Targets)
             return [part.record.process for part in save_.parts(targets.touch)]
 

@@ -26,8 +26,9 @@ from deltackpt.errors import (
     TemplateMismatch,
     TrackingError,
 )
+from deltackpt.manifest import Layout
 from deltackpt.policy import CodecChoice
-from deltackpt.tables import Layout, Tables, join, match_touched, split
+from deltackpt.tables import Tables, join, match_touched, split
 
 
 def table(rows: int, width: int = 4, dtype: Any = jnp.float32, start: float = 0.0) -> jax.Array:

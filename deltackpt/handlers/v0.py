@@ -19,7 +19,8 @@ from deltackpt.handlers.orbax_private import (
 )
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
 from deltackpt.pipeline import Embeddings, PendingSave, RefusedSave
-from deltackpt.restore import AbstractEmbeddings, RestoredTables
+from deltackpt.reader import RestoredTables
+from deltackpt.restore import AbstractEmbeddings
 
 
 class DeltaHandler(AsyncCheckpointHandler):

@@ -13,7 +13,8 @@ from orbax.checkpoint import v1 as ocp
 from deltackpt import restore, stored
 from deltackpt.handlers import steps
 from deltackpt.pipeline import Embeddings, PendingSave
-from deltackpt.restore import AbstractEmbeddings, RestoredTables
+from deltackpt.reader import RestoredTables
+from deltackpt.restore import AbstractEmbeddings
 
 
 class DeltaCheckpointableHandler:
