@@ -54,6 +54,7 @@ class RestoredTables:
       chain: the saves that were read, base first.
       bytes_read: bytes of the stored arrays that were read.
       seconds: wall time of reading and merging.
+      source: where they were read from.
     """
 
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
@@ -61,6 +62,7 @@ class RestoredTables:
     chain: tuple[SaveInfo, ...]
     bytes_read: int
     seconds: float
+    source: str = "storage"
     placed: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -94,27 +96,46 @@ def restore_tables(
     """
     started = time.perf_counter()
     target_layout = saves[-1].layout
-    buffers, targets = _buffers(target_layout, wanted)
+    buffers, targets = empty_buffers(target_layout, wanted)
+    bytes_read = fill(saves, targets, progress)
+    return RestoredTables(
+        buffers=buffers,
+        layout=target_layout,
+        chain=tuple(save.info for save in saves),
+        bytes_read=bytes_read,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def fill(saves: Sequence[StoredSave], targets: Targets, progress: Progress | None = None) -> int:
+    """Reads and merges a chain into buffers; where it raises, they hold anything.
+
+    Args:
+      saves: a chain of ``read_chain``.
+      targets: the buffers.
+      progress: called as bytes are read.
+
+    Returns:
+      How many bytes of stored arrays were read.
+
+    Raises:
+      Damaged: an object is missing or altered; it is named.
+      StepGone: a step of the chain was removed meanwhile.
+    """
     scratch = Staging(_SCRATCH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-read") as pool:
         try:
-            work = list(pool.map(lambda save: _pieces(save, targets), saves))
+            work = list(pool.map(lambda save: pieces(save, targets), saves))
             _check_covered(saves[0], targets, work[0])
-            meter = _Meter(sum(piece.nbytes for pieces in work for piece in pieces), progress)
-            for pieces in work:
-                for future in [pool.submit(piece.run, meter, scratch) for piece in pieces]:
+            meter = _Meter(sum(piece.nbytes for found in work for piece in found), progress)
+            for found in work:
+                for future in [pool.submit(piece.run, meter, scratch) for piece in found]:
                     future.result()
         except RestoreError as error:
             pool.shutdown(cancel_futures=True)
             raise_if_removed(saves, error)
             raise
-    return RestoredTables(
-        buffers=buffers,
-        layout=target_layout,
-        chain=tuple(save.info for save in saves),
-        bytes_read=meter.done,
-        seconds=time.perf_counter() - started,
-    )
+    return meter.done
 
 
 def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
@@ -149,9 +170,18 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
     return found
 
 
-def _buffers(
-    target: Layout, wanted: Wanted | None
+def empty_buffers(
+    target: Layout, wanted: Wanted | None = None
 ) -> tuple[dict[str, dict[str, dict[Box, np.ndarray]]], Targets]:
+    """Memory for what is wanted of a step: table name to field name to box to array.
+
+    Args:
+      target: the layout of the step.
+      wanted: by default every table and slot as a whole.
+
+    Returns:
+      The arrays, and the same as targets of ``fill``.
+    """
     if wanted is None:
         wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
     groups = {group.name: group for group in target.groups}
@@ -252,8 +282,8 @@ class _Meter:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Piece:
-    """Positions ``[start, stop)`` of one field of a segment: within one chunk of its main array."""
+class Piece:
+    """Work of one read: positions ``[start, stop)`` of one field of a segment, within one chunk."""
 
     field: _StoredField
     rows: Rows
@@ -278,6 +308,20 @@ class _Piece:
             self._merge(scratch)
             self._merge_beside()
         meter.add(self.nbytes)
+
+    def load(self) -> Iterator[RowBlock]:
+        """Reads and decodes the piece; a later block overwrites an earlier one."""
+        segment = self.field.segment
+        found: dict[str, np.ndarray] = {}
+        for entry in self.field.stored.values():
+            shape = (self.stop - self.start, *entry.shape[1:])
+            found[entry.name] = np.empty(shape, np.dtype(entry.dtype))
+            self._read(entry, found[entry.name])
+        block = EncodedBlock(segment.group, self.rows, segment.columns, found)
+        yield codecs.decode_block(block, [self.field.spec])
+        beside = self._beside()
+        if beside is not None:
+            yield beside
 
     def _direct_target(self) -> np.ndarray | None:
         """The part of a final buffer that the stored bytes can be read into as they are."""
@@ -306,20 +350,24 @@ class _Piece:
                 scratch.give_back(buffer)
 
     def _merge_beside(self) -> None:
-        """Rows of the piece that its codec did not hold replace what it made of them."""
+        beside = self._beside()
+        if beside is not None:
+            merge.apply(beside, self.targets)
+
+    def _beside(self) -> RowBlock | None:
+        """Rows of the piece that its codec did not hold: they replace what it made of them."""
         field = self.field
         if not field.beside:
-            return
+            return None
         first, last = np.searchsorted(field.beside_at, (self.start, self.stop))
         if first == last:
-            return
+            return None
         entry = field.beside[0]
         found = np.empty((last - first, *entry.shape[1:]), np.dtype(entry.dtype))
         field.read(entry, int(first), int(last), found)
         rows = np.asarray(self.rows)[field.beside_at[first:last] - self.start]
         values = {field.spec.name: found.view(codecs.dtype_of(field.spec.dtype))}
-        block = RowBlock(field.segment.group, rows, field.segment.columns, values)
-        merge.apply(block, self.targets)
+        return RowBlock(field.segment.group, rows, field.segment.columns, values)
 
     def _read(self, entry: ArrayEntry, out: np.ndarray) -> None:
         self.field.read(entry, self.start, self.stop, out)
@@ -369,8 +417,12 @@ class _StoredField:
         self.part.read_array(self.segment, entry, start, stop, out)
 
 
-def _pieces(save: StoredSave, targets: Targets) -> list[_Piece]:
-    """The work of one save, in pieces of different rows."""
+def pieces(save: StoredSave, targets: Targets) -> list[Piece]:
+    """The work of one save, in pieces of different rows.
+
+    Raises:
+      Damaged: a manifest, or row numbers, are missing or altered.
+    """
     found = []
     for part in save.parts(targets.touch):
         for segment in part.record.segments:
@@ -383,7 +435,7 @@ def _pieces(save: StoredSave, targets: Targets) -> list[_Piece]:
     return found
 
 
-def _field_pieces(stored: _StoredField, rows: Rows, targets: Targets) -> Iterator[_Piece]:
+def _field_pieces(stored: _StoredField, rows: Rows, targets: Targets) -> Iterator[Piece]:
     chunk_rows = stored.stored[""].chunk_rows
     segment, field = stored.segment, stored.spec.name
 
@@ -395,7 +447,7 @@ def _field_pieces(stored: _StoredField, rows: Rows, targets: Targets) -> Iterato
         while start < stop:
             end = min(stop, (start // chunk_rows + 1) * chunk_rows)
             part = rows[start:end]
-            yield _Piece(stored, part, start, end, over(part))
+            yield Piece(stored, part, start, end, over(part))
             start = end
 
 
@@ -406,10 +458,10 @@ def _reach(rows: Rows) -> Span:
     return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
-def _check_covered(base: StoredSave, targets: Targets, pieces: Sequence[_Piece]) -> None:
+def _check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) -> None:
     """A base must hold every row of what is wanted, exactly once."""
     found: dict[int, int] = collections.Counter()
-    for piece in pieces:
+    for piece in work:
         for target in piece.targets:
             held = blocks.row_slice(piece.rows, *target.rows)
             common = target.overlap(piece.field.segment.columns)

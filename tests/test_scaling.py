@@ -170,7 +170,7 @@ def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
         fields = tables.split(state, TABLES).fields
 
         def parts(index: int) -> list[int]:
-            _, targets = reader._buffers(save_.layout, restore.wanted_of(fields))
+            _, targets = reader.empty_buffers(save_.layout, restore.wanted_of(fields))
             assert isinstance(targets, Targets)
             return [part.record.process for part in save_.parts(targets.touch)]
 
