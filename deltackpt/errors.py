@@ -106,6 +106,12 @@ class UnsupportedRoot(DeltackptError, ValueError):
     code = "unsupported-root"
 
 
+class AlreadyCompacting(DeltackptError):
+    """Another process compacts the directory at the moment."""
+
+    code = "already-compacting"
+
+
 class RestoreError(DeltackptError):
     """Base of what can be wrong with a stored step."""
 
@@ -168,3 +174,33 @@ class TemplateMismatch(RestoreError, ValueError):
     """The abstract state asks for something else than the step holds."""
 
     code = "template-mismatch"
+
+
+class MissingExtra(DeltackptError, ImportError):
+    """A part of deltackpt needs a package that is not installed; the message says which extra."""
+
+    code = "missing-extra"
+
+
+class ServiceError(DeltackptError):
+    """Base of what can be wrong with a restore service; storage is not concerned."""
+
+    code = "service"
+
+
+class ServiceUnavailable(ServiceError):
+    """No service answers, or none that holds the step, within the time that was given."""
+
+    code = "service-unavailable"
+
+
+class ServiceMismatch(ServiceError):
+    """The service is of another directory, another run, another version or other options."""
+
+    code = "service-mismatch"
+
+
+class TooLittleMemory(ServiceError):
+    """The rows that a member of the service should hold do not fit into its memory."""
+
+    code = "too-little-memory"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
@@ -18,12 +19,23 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, layout, pipeline, processes, reader, restore, stored, tables, touched
+from deltackpt import (
+    events,
+    layout,
+    pipeline,
+    processes,
+    reader,
+    restore,
+    sources,
+    stored,
+    tables,
+    touched,
+)
 from deltackpt.blocks import VALUES
 from deltackpt.errors import (
     ClosedError,
@@ -35,6 +47,8 @@ from deltackpt.errors import (
     PeerMissing,
     RestoreError,
     SaveFailed,
+    ServiceError,
+    ServiceUnavailable,
     StepGone,
     TemplateMismatch,
     WaitTimeout,
@@ -58,10 +72,13 @@ from deltackpt.policy import Decision
 from deltackpt.reader import Progress, RestoredTables
 from deltackpt.rendezvous import Rendezvous
 from deltackpt.root import Root
+from deltackpt.sources import RowSource
 from deltackpt.staging import Staging
 from deltackpt.stored import StoredSave
 from deltackpt.tables import Split
 from deltackpt.touched import TouchState
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,14 +258,22 @@ class CheckpointManager:
         self,
         abstract_state: Any = None,
         *,
+        service: RowSource | Literal["auto"] | None = "auto",
         items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
         progress: Progress | None = None,
     ) -> Restored | None:
         """Restores the newest intact step.
 
+        Tables and slots come from the memory of a restore service where one holds the step, else
+        from storage, bit for bit the same; ``Restored.source`` says which it was. Each process
+        finds that out for itself.
+
         Args:
           abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves,
             their shardings are used; without it nested dicts and lists of numpy arrays result.
+          service: ``"auto"``: the service of the directory, where this process is connected to
+            one; or a source of rows, such as ``deltackpt.service.connect(directory)``; or None
+            for storage alone. It is given ``timeouts.service_secs``.
           items: Orbax restore arguments of further items.
           progress: called with bytes read and bytes in all.
 
@@ -267,7 +292,7 @@ class CheckpointManager:
             # successor.
             while (step := self._newest_but({step for step, _ in skipped})) is not None:
                 try:
-                    result = self._restore(step, abstract_state, None, items, progress)
+                    result = self._restore(step, abstract_state, None, items, progress, service)
                 except (TemplateMismatch, FormatTooNew):
                     raise
                 except RestoreError as error:
@@ -620,25 +645,27 @@ class CheckpointManager:
         wanted: Mapping[str, tuple[int, int] | None] | None,
         items: Mapping[str, ocp.args.CheckpointArgs] | None,
         progress: Progress | None,
+        service: RowSource | Literal["auto"] | None = None,
     ) -> Restored:
         started = time.perf_counter()
         step_dir = self._root.step_dir(step)
         found: _Found | None = None
         error: Exception | None = None
         try:
-            found = self._find(step_dir, template, wanted)
+            source, problem = self._source(service)
+            found = self._find(step_dir, template, wanted, source, problem)
         except Exception as caught:
             error = self._gone(step_dir, caught)
         self._together(f"finding step {step}", error)
         assert found is not None
-        loaded: tuple[RestoredTables, dict[str, Any]] | None = None
+        loaded: _Loaded | None = None
         try:
             loaded = self._load(step, found, progress)
         except Exception as caught:
             error = self._gone(step_dir, caught)
         self._together(f"restoring step {step}", error)
         assert loaded is not None
-        merged, leaves = loaded
+        merged, leaves = loaded.tables, loaded.dense
         extra: dict[str, Any] = {}
         if wanted is not None:
             state, fresh = merged.fields, None
@@ -648,10 +675,10 @@ class CheckpointManager:
         if wanted is None and not self.options.read_only:
             run = self._peers.agree("a new run", new_run())
             self._lineage.adopt(
-                [save.info for save in found.saves],
+                merged.chain,
                 step_dir,
                 merged.layout,
-                restores=found.saves[-1].head.restores,
+                restores=found.target.head.restores,
                 run=run,
             )
             self._restored = step
@@ -660,9 +687,10 @@ class CheckpointManager:
             state=state,
             touched=fresh,
             items=extra,
-            chain=tuple(save.info.save_id.step for save in found.saves),
+            chain=tuple(info.save_id.step for info in merged.chain),
             skipped=(),
-            source="storage",
+            source=merged.source,
+            service_error=loaded.problem,
             bytes_read=merged.bytes_read,
             seconds=time.perf_counter() - started,
         )
@@ -677,33 +705,80 @@ class CheckpointManager:
         events.emit(event, self._sinks)
         return result
 
+    def _source(
+        self, service: RowSource | Literal["auto"] | None
+    ) -> tuple[RowSource | None, ServiceError | None]:
+        """The source that a restore is to try first, and why the one that there is cannot be."""
+        if service != "auto":
+            return service, None
+        try:
+            return sources.find(self._root.path, self._item), None
+        except Exception as error:
+            return None, _service_error(error)
+
     def _find(
-        self, step_dir: Path, template: Any, rows: Mapping[str, tuple[int, int] | None] | None
+        self,
+        step_dir: Path,
+        template: Any,
+        rows: Mapping[str, tuple[int, int] | None] | None,
+        source: RowSource | None,
+        problem: ServiceError | None,
     ) -> _Found:
-        """The chain of a step and what is wanted of it; checks this process's share of files."""
-        saves = stored.read_chain(step_dir, self._item)
-        if rows is not None:
-            return _Found(saves, None, reader.wanted_rows(saves[-1].layout, rows), dense=False)
+        """A step, its chain unless it may come from a service, and what is wanted of it.
+
+        Checks this process's share of the step's files.
+        """
+        target = stored.read_save(step_dir, self._item)
+        saves = None if source is not None else stored.read_chain(step_dir, self._item)
         expected = None if template is None else tables.split(template, self._tables)
         wanted = None
-        if expected is not None:
-            restore.check_template(expected.layout, expected.fields, saves[-1])
+        if rows is not None:
+            expected, wanted = None, reader.wanted_rows(target.layout, rows)
+        elif expected is not None:
+            restore.check_template(expected.layout, expected.fields, target)
             wanted = restore.wanted_of(expected.fields)
-        self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
-        return _Found(saves, expected, wanted, dense=True)
+        if rows is None:
+            self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
+        return _Found(target, saves, source, problem, expected, wanted, dense=rows is None)
 
-    def _load(
-        self, step: int, found: _Found, progress: Progress | None
-    ) -> tuple[RestoredTables, dict[str, Any]]:
+    def _load(self, step: int, found: _Found, progress: Progress | None) -> _Loaded:
         """Merged tables and Orbax's dense leaves."""
         if not found.dense:
-            return reader.restore_tables(found.saves, wanted=found.wanted, progress=progress), {}
+            return self._load_tables(found, progress)
         # Orbax mostly waits for its own threads, and the merge for memory.
         with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
-            layout = found.saves[-1].layout
-            dense_leaves = pool.submit(self._restore_dense, step, layout, found.expected)
-            merged = reader.restore_tables(found.saves, wanted=found.wanted, progress=progress)
-            return merged, dense_leaves.result()
+            dense_leaves = pool.submit(
+                self._restore_dense, step, found.target.layout, found.expected
+            )
+            loaded = self._load_tables(found, progress)
+            return dataclasses.replace(loaded, dense=dense_leaves.result())
+
+    def _load_tables(self, found: _Found, progress: Progress | None) -> _Loaded:
+        """Tables from the source where it has them, else from storage."""
+        problem = found.problem
+        if found.source is not None:
+            try:
+                merged = found.source.restore_tables(
+                    found.target, found.wanted, self.options.timeouts.service_secs
+                )
+            except Exception as error:
+                problem = _service_error(error)
+            else:
+                if progress is not None:
+                    progress(merged.bytes_read, merged.bytes_read)
+                return _Loaded(merged, {}, None)
+        if problem is not None:
+            process = processes.index()
+            _logger.warning(
+                "process %d: step %s comes from storage: %s",
+                process,
+                found.target.step_dir.name,
+                problem,
+                extra={"process_index": process},
+            )
+        saves = found.saves or stored.read_chain(found.target.step_dir, self._item)
+        merged = reader.restore_tables(saves, wanted=found.wanted, progress=progress)
+        return _Loaded(merged, {}, problem)
 
     def _gone(self, step_dir: Path, error: Exception) -> Exception:
         """StepGone where a step was removed while it was read."""
@@ -909,12 +984,34 @@ class CheckpointManager:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Found:
-    """What a restore reads: a chain, the template's parts, what is wanted of tables."""
+    """What a restore reads.
 
-    saves: tuple[StoredSave, ...]
+    Attributes:
+      target: the step.
+      saves: its chain; None where a source is tried first.
+      source: what may have the tables in memory.
+      problem: why the source that there is cannot be tried.
+      expected: the template's parts.
+      wanted: of the tables; None for all.
+      dense: whether dense leaves are restored too.
+    """
+
+    target: StoredSave
+    saves: tuple[StoredSave, ...] | None
+    source: RowSource | None
+    problem: ServiceError | None
     expected: Split | None
     wanted: reader.Wanted | None
     dense: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loaded:
+    """What a restore has read; ``problem`` is why the tables did not come from a source."""
+
+    tables: RestoredTables
+    dense: dict[str, Any]
+    problem: ServiceError | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -936,3 +1033,15 @@ def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:
     error = SaveFailed(f"the save of step {failure.step} failed: {detail}; {follow}")
     error.taken = taken
     return error
+
+
+def _service_error(error: Exception) -> ServiceError:
+    """Whatever a source raises: storage still has the step."""
+    if isinstance(error, ServiceError):
+        return error
+    found = ServiceUnavailable(
+        f"restore service: expected the tables or a ServiceError, found {type(error).__name__}: "
+        f"{error}; the step comes from storage"
+    )
+    found.__cause__ = error
+    return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from deltackpt.errors import RestoreError
+from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.manifest import Kind
 from deltackpt.touched import TouchState
 
@@ -39,7 +39,9 @@ class Restored:
       items: further items that were asked for.
       chain: the steps that were read, base first.
       skipped: newer steps that are not intact, with what is wrong with them.
-      source: where the tables came from.
+      source: where the tables came from: ``"storage"``, or ``"service"``.
+      service_error: why they did not come from the service that there is; None where they did,
+        or where there is none.
       bytes_read: bytes of tables and slots that were read.
       seconds: wall time of the whole restore.
     """
@@ -53,3 +55,4 @@ class Restored:
     source: str
     bytes_read: int
     seconds: float
+    service_error: ServiceError | None = None

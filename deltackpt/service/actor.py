@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RestoreActor: a Follower as a Ray actor.
+
+It answers in threads of its own, so that a question about its state never waits for a read; its
+Follower advances in another, and keeps looking whatever is wrong with the directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import numpy as np
+
+from deltackpt.errors import DeltackptError, ServiceUnavailable
+from deltackpt.manifest import SaveId
+from deltackpt.service import names, protocol
+from deltackpt.service.follower import Follower
+from deltackpt.service.names import Member
+from deltackpt.service.options import ServiceOptions
+from deltackpt.service.protocol import Description, Pinned
+
+_logger = logging.getLogger(__name__)
+
+#: Longest rest between two looks at a directory that cannot be used.
+_REST_SECS = 5.0
+_STOP_SECS = 10.0
+
+
+class RestoreActor:
+    """Holds one shard of a directory's tables; see ``Follower`` and ``protocol``."""
+
+    def __init__(self, directory: str, member: Member, options: ServiceOptions):
+        """Begins to follow in the background.
+
+        Args:
+          directory: root of the steps.
+          member: which part of the service it is.
+          options: of the service.
+        """
+        os.nice(options.nice)
+        self._directory, self._member, self._options = directory, member, options
+        self._follower: Follower | None = None
+        self._error: Exception | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="deltackpt-follow", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> bytes:
+        """A ``Description``."""
+        follower, error = self._follower, self._error
+        holding = None if follower is None else follower.holding
+        newest = None
+        if follower is not None:
+            try:
+                newest = follower.newest_step()
+            except DeltackptError as found:
+                error = found
+        return protocol.packed(
+            Description(
+                directory=self._directory,
+                node=names.node_id(),
+                pid=os.getpid(),
+                health=self._health if error is None else f"{type(error).__name__}: {error}",
+                code=getattr(error, "code", "") if error is not None else "",
+                save_id=None if holding is None else holding.save.save_id,
+                newest_step=newest,
+                lag_secs=None if holding is None else holding.lag_secs,
+                nbytes=0 if follower is None else follower.nbytes,
+            )
+        )
+
+    def pin(self, run: str, step: int, attempt: int, timeout_secs: float) -> bytes:
+        """Keeps a state for a reader: ``Pinned``."""
+        follower, wanted = self._follower, SaveId(run, step, attempt)
+        if follower is None:
+            return protocol.packed(Pinned(refused=f"{self._member}: {self._health}"))
+        try:
+            pin, holding = follower.pin(wanted, timeout_secs)
+        except ServiceUnavailable as error:
+            held = follower.holding
+            found = None if held is None else held.save.save_id
+            passed = found is not None and found.run == run and found.step > step
+            soon = found is not None and not passed and self._error is None
+            return protocol.packed(Pinned(refused=str(error), soon=soon, held=found))
+        return protocol.packed(
+            Pinned(
+                pin=pin,
+                held=wanted,
+                place=follower.place,
+                sequence=holding.sequence,
+                chain=holding.chain,
+            )
+        )
+
+    def renew(self, pin: int) -> bool:
+        """Keeps a pinned state longer; False where it is kept no more."""
+        return self._follower is not None and self._follower.renew(pin)
+
+    def unpin(self, pin: int) -> None:
+        """Lets a pinned state go."""
+        if self._follower is not None:
+            self._follower.unpin(pin)
+
+    def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray | str:
+        """The bytes of virtual rows of a pinned state; words where they cannot be had."""
+        if self._follower is None:
+            return f"{self._member}: {self._health}"
+        try:
+            rows = self._follower.read(pin, group, field, start, stop)
+        except ServiceUnavailable as error:
+            return str(error)
+        return rows.reshape(-1).view(np.uint8)
+
+    def stop(self) -> None:
+        """Ends following; the actor is killed afterwards."""
+        self._stopping.set()
+        self._thread.join(_STOP_SECS)
+
+    @property
+    def _health(self) -> str:
+        return "starting" if self._follower is None else self._follower.health
+
+    def _follow(self) -> None:
+        rest = 0.0
+        while not self._stopping.wait(rest):
+            try:
+                if self._follower is None:
+                    self._follower = Follower(
+                        self._directory,
+                        item=self._options.item,
+                        shard=self._member.shard,
+                        shards=self._member.shards,
+                        memory_bytes=self._options.memory_bytes,
+                    )
+                self._follower.advance()
+                self._error, rest = None, self._options.poll_secs
+            except Exception as error:
+                # Whatever it is, a later look may find it mended; until then it is told.
+                if str(error) != str(self._error):
+                    _logger.warning("%s of %s", self._member, self._directory, exc_info=True)
+                self._error, rest = error, min(_REST_SECS, 2 * rest + self._options.poll_secs)

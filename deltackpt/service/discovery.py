@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point by which a restore finds the service of its directory; see ``sources``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from deltackpt.sources import RowSource
+
+
+def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:
+    """The directory's service, None where this process is not connected to Ray or there is none.
+
+    A process that has not imported ray is not connected, and does not pay for the import.
+    """
+    if "ray" not in sys.modules:
+        return None
+    from deltackpt.service import lifecycle
+
+    return lifecycle.find(directory, item)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting, finding and stopping the service of a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deltackpt import layout
+from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable
+from deltackpt.root import Root
+from deltackpt.service import names
+from deltackpt.service.actor import RestoreActor
+from deltackpt.service.client import RestoreService
+from deltackpt.service.names import Member
+from deltackpt.service.options import ServiceOptions
+
+#: Questions that a member answers at a time.
+_THREADS = 16
+_STOP_SECS = 15.0
+
+
+def start(
+    directory: str | os.PathLike[str], *, options: ServiceOptions | None = None
+) -> RestoreService:
+    """Starts the service of a directory, or what is missing of it; returns at once.
+
+    The members are detached actors: they outlive the job that starts them, and Ray restarts those
+    that die, on another node where theirs is gone. Shard i prefers node i, as the shards of a mesh
+    over the nodes in that order do.
+
+    Args:
+      directory: root of the steps, as every node sees it; made where it does not exist yet.
+      options: how.
+
+    Raises:
+      ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
+      ServiceMismatch: a service of the directory runs with another number of shards.
+      OptionError: more replicas than nodes.
+      StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
+    """
+    options = options or ServiceOptions()
+    nodes = _nodes()
+    path = Path(directory).absolute()
+    if path.is_dir():
+        Root.open(path, item=options.item, read_only=True).close()
+    else:
+        path.mkdir(parents=True)
+    key = names.key(path, options.item)
+    running = {member.shards for member in names.members(key)}
+    count = options.shards or (running.pop() if len(running) == 1 else len(nodes))
+    if running - {count}:
+        raise ServiceMismatch(
+            f"service of {path}: expected {count} shards, found members of {sorted(running)}; stop "
+            "it first: deltackpt.service.stop(directory)"
+        )
+    if options.replicas > len(nodes):
+        raise OptionError(
+            f"ServiceOptions.replicas: expected at most one per node, found {options.replicas} "
+            f"for {len(nodes)} nodes"
+        )
+    actor: Any = ray.remote(RestoreActor)
+    for shard in range(count):
+        for replica in range(options.replicas):
+            member = Member(key, shard, count, replica)
+            actor.options(
+                **_standing(member.name, nodes[(shard + replica) % len(nodes)]),
+                max_concurrency=_THREADS,
+                memory=options.memory_bytes,
+            ).remote(str(path), member, options)
+    if options.compact_after is not None:
+        from deltackpt.service.compactor import Compactor
+
+        ray.remote(Compactor).options(
+            **_standing(names.compactor_name(key), nodes[-1]), max_concurrency=2
+        ).remote(str(path), count, options)
+    return RestoreService(path, options.item)
+
+
+def connect(
+    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
+) -> RestoreService:
+    """The running service of a directory.
+
+    Args:
+      directory: root of the steps, as it was given to ``start``.
+      item: name of our item in a step.
+
+    Raises:
+      ServiceUnavailable: there is none, or this process is not connected to Ray.
+    """
+    service = RestoreService(directory, item)
+    service.members()
+    return service
+
+
+def find(
+    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
+) -> RestoreService | None:
+    """As ``connect``; None where there is none."""
+    if not ray.is_initialized() or not names.members(names.key(directory, item)):
+        return None
+    return RestoreService(directory, item)
+
+
+def stop(directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM) -> int:
+    """Ends the service of a directory; steps and compacted bases stay.
+
+    Returns:
+      How many actors were ended.
+
+    Raises:
+      ServiceUnavailable: this process is not connected to Ray.
+    """
+    _nodes()
+    key = names.key(directory, item)
+    wanted = [member.name for member in names.members(key)]
+    wanted += [name for name in names.listed() if name == names.compactor_name(key)]
+    actors = []
+    for name in wanted:
+        with contextlib.suppress(ValueError):  # It has ended by itself.
+            actors.append(ray.get_actor(name, namespace=names.NAMESPACE))
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.wait(
+            [actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=_STOP_SECS
+        )
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    return len(actors)
+
+
+def _nodes() -> list[str]:
+    """Ray's ids of the nodes, in the order of their addresses."""
+    if not ray.is_initialized():
+        raise ServiceUnavailable(
+            "expected a process that is connected to Ray, found that ray.init() was not called; "
+            "connect to the cluster first"
+        )
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+    if not alive:
+        raise ServiceUnavailable("expected a node that is alive in the Ray cluster, found none")
+    return [node["NodeID"] for node in alive]
+
+
+def _standing(name: str, node: str) -> dict[str, Any]:
+    """Options of an actor that stays until it is stopped, on a node while there is that node."""
+    return {
+        "name": name,
+        "namespace": names.NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+    }

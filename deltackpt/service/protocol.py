@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What members of a service answer: records that travel as checked bytes, whatever the versions.
+
+Ray pickles what it carries, and a pickle of another version's class is a riddle. A member's answer
+is the bytes of ``manifest.to_bytes`` instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from deltackpt import manifest
+from deltackpt.__about__ import __version__
+from deltackpt.chain import SaveInfo
+from deltackpt.errors import RestoreError, ServiceMismatch
+from deltackpt.manifest import SaveId
+from deltackpt.service.memory import Place
+
+#: Raised by one where a member's answers or arguments change their meaning.
+PROTOCOL = 1
+_MAGIC = "deltackpt.service"
+_Record = TypeVar("_Record", "Description", "Pinned")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """Who a member is, what it holds and how it is.
+
+    Attributes:
+      protocol: ``PROTOCOL`` of the member.
+      version: of its deltackpt.
+      directory: root of the steps.
+      node: Ray's id of its node.
+      pid: its process.
+      health: what it does, or what is wrong, in words.
+      code: of the error that is wrong; empty where nothing is.
+      save_id: the save that it holds.
+      newest_step: the newest committed step that it sees.
+      lag_secs: how long after the commit of ``save_id`` it held it.
+      nbytes: bytes of memory that hold the rows.
+    """
+
+    protocol: int = PROTOCOL
+    version: str = __version__
+    directory: str
+    node: str
+    pid: int
+    health: str
+    code: str = ""
+    save_id: SaveId | None = None
+    newest_step: int | None = None
+    lag_secs: float | None = None
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """A state that a member keeps for a reader.
+
+    Attributes:
+      protocol: ``PROTOCOL`` of the member.
+      version: of its deltackpt.
+      pin: its number; 0 where the state is not kept.
+      refused: why it is not.
+      soon: whether the member follows, and may hold the state in a moment.
+      held: what it holds.
+      place: where processes of the same machine find its memory.
+      sequence: of the memory.
+      chain: the saves that the state was merged from, base first.
+    """
+
+    protocol: int = PROTOCOL
+    version: str = __version__
+    pin: int = 0
+    refused: str = ""
+    soon: bool = False
+    held: SaveId | None = None
+    place: Place | None = None
+    sequence: int = 0
+    chain: tuple[SaveInfo, ...] = ()
+
+
+def packed(record: Description | Pinned) -> bytes:
+    """The bytes of an answer."""
+    return manifest.to_bytes(record, _MAGIC)
+
+
+def unpacked(data: bytes, kind: type[_Record], member: str) -> _Record:
+    """An answer from its bytes.
+
+    Raises:
+      ServiceMismatch: they are those of another version.
+    """
+    try:
+        found = manifest.from_bytes(data, kind, name=member, magic=_MAGIC)
+        if found.protocol == PROTOCOL:
+            return found
+        problem = f"protocol {found.protocol} of version {found.version}"
+    except (RestoreError, TypeError) as error:
+        problem = str(error)
+    raise ServiceMismatch(
+        f"{member}: expected an answer of protocol {PROTOCOL} (version {__version__}), found "
+        f"{problem}; run one version of deltackpt, stop the service and start it again"
+    )
