@@ -758,9 +758,7 @@ class CheckpointManager:
         problem = found.problem
         if found.source is not None:
             try:
-                merged = found.source.restore_tables(
-                    found.target, found.wanted, self.options.timeouts.service_secs
-                )
+                merged = self._from_source(found.source, found)
             except Exception as error:
                 problem = _service_error(error)
             else:
@@ -779,6 +777,24 @@ class CheckpointManager:
         saves = found.saves or stored.read_chain(found.target.step_dir, self._item)
         merged = reader.restore_tables(saves, wanted=found.wanted, progress=progress)
         return _Loaded(merged, {}, problem)
+
+    def _from_source(self, source: RowSource, found: _Found) -> RestoredTables:
+        """Tables from memory elsewhere; placed from there where devices have memory of their own.
+
+        Raises:
+          ServiceError: it does not have them.
+        """
+        templates = None if found.expected is None else found.expected.fields
+        lend = templates is not None and restore.may_borrow(templates)
+        timeout_secs = self.options.timeouts.service_secs
+        with source.tables(
+            found.target, found.wanted, timeout_secs=timeout_secs, lend=lend
+        ) as merged:
+            if lend and templates is not None:
+                placed = restore.place(merged, templates)
+                jax.block_until_ready(placed)
+                merged = dataclasses.replace(merged, buffers={}, placed=placed)
+        return merged
 
     def _gone(self, step_dir: Path, error: Exception) -> Exception:
         """StepGone where a step was removed while it was read."""
@@ -805,7 +821,7 @@ class CheckpointManager:
         """The whole state and its fresh TouchState, from merged tables and Orbax's dense leaves."""
         if expected is None:
             return tables.join(None, merged.layout, merged.fields, leaves, None), None
-        placed = restore.place(merged, expected.fields)
+        placed = merged.placed or restore.place(merged, expected.fields)
         if expected.touched is not None:
             fresh = touched.fresh(expected.touched)
         else:

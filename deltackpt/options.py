@@ -25,11 +25,14 @@ class Timeouts:
       peers_secs: for other processes, when a manager is made or a step restored, and in the
         background of a save: process 0 waits so long for their parts once its own is done, the
         others twice as long for process 0.
+      service_secs: for a restore service to hold the step, and for each of its answers; storage
+        takes over afterwards.
     """
 
     save_secs: float = 1800.0
     close_secs: float = 3600.0
     peers_secs: float = 300.0
+    service_secs: float = 10.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

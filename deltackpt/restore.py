@@ -106,8 +106,20 @@ def place(
             template = templates[name][field]
             if template.shape[0] > rows[name]:
                 _keep_further_rows(held, template, rows[name])
-            placed.setdefault(name, {})[field] = _placed(held, template)
+            placed.setdefault(name, {})[field] = _placed(held, template, lent=merged.lent)
     return placed
+
+
+def may_borrow(templates: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether placing only reads the buffers: every leaf goes to devices with their own memory."""
+    return all(_on_accelerators(leaf) for fields in templates.values() for leaf in fields.values())
+
+
+def _on_accelerators(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return False
+    devices = [device for device in _boxes(leaf) if device is not None]
+    return all(device.platform != "cpu" for device in devices or jax.local_devices()[:1])
 
 
 def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:
@@ -119,7 +131,8 @@ def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: in
     data = {shard.device: shard.data for shard in template.addressable_shards}
     for device, box in _boxes(template).items():
         first = max(0, stored - box.rows[0])
-        held[box][first:] = np.asarray(data[device])[first:]
+        if first < box.rows[1] - box.rows[0]:
+            held[box][first:] = np.asarray(data[device])[first:]
 
 
 def _boxes(leaf: Any) -> dict[Any, Box]:
@@ -130,7 +143,7 @@ def _boxes(leaf: Any) -> dict[Any, Box]:
     return ownership.boxes(sharding, leaf.shape)
 
 
-def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
+def _placed(held: Mapping[Box, np.ndarray], template: Any, *, lent: bool) -> Any:
     if isinstance(template, np.ndarray):
         [buffer] = held.values()
         return buffer
@@ -138,11 +151,12 @@ def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         [buffer] = held.values()
-        return jax.device_put(buffer, sharding, may_alias=True)
+        return jax.device_put(buffer, sharding, may_alias=not lent)
     boxes = ownership.boxes(sharding, template.shape)
     # A buffer is ours alone and aligned: the CPU backend may keep it without a copy, for one
     # device. Two would overwrite each other's rows where both are donated.
-    once = {box for box, count in collections.Counter(boxes.values()).items() if count == 1}
+    times = collections.Counter(boxes.values())
+    once = set() if lent else {box for box, count in times.items() if count == 1}
     arrays = [
         jax.device_put(held[box], jax.sharding.SingleDeviceSharding(device), may_alias=box in once)
         for device, box in boxes.items()

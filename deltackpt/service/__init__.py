@@ -41,17 +41,29 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'deltackpt.service' has no attribute {name!r}")
+def require_ray(what: str = "the restore service") -> None:
+    """Checks that ray can be imported.
+
+    Args:
+      what: needs it.
+
+    Raises:
+      MissingExtra: it cannot.
+    """
     try:
         importlib.import_module("ray")
     except ImportError as error:
         raise MissingExtra(
-            f"deltackpt.service.{name}: expected the package ray, found that it cannot be imported "
-            f"({error}); install it: pip install 'deltackpt[ray]'. Saves, and restores from "
-            "storage, do not need it"
+            f"{what}: expected the package ray, found that it cannot be imported ({error}); "
+            "install it: pip install 'deltackpt[ray]'. Saves, and restores from storage, do not "
+            "need it"
         ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'deltackpt.service' has no attribute {name!r}")
+    require_ray(f"deltackpt.service.{name}")
     if name not in _NAMES:
         return importlib.import_module(f"deltackpt.service.{name}")
     return getattr(importlib.import_module(f"deltackpt.service.{_NAMES[name]}"), name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point by which a restore finds the service of its directory; see ``sources``."""
+"""How a restore finds the service of its directory; ``sources`` imports this by its name."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from deltackpt.root import Root
 from deltackpt.service import names
 from deltackpt.service.actor import RestoreActor
 from deltackpt.service.client import RestoreService
+from deltackpt.service.compactor import Compactor
 from deltackpt.service.names import Member
 from deltackpt.service.options import ServiceOptions
 
@@ -75,8 +76,6 @@ def start(
                 memory=options.memory_bytes,
             ).remote(str(path), member, options)
     if options.compact_after is not None:
-        from deltackpt.service.compactor import Compactor
-
         ray.remote(Compactor).options(
             **_standing(names.compactor_name(key), nodes[-1]), max_concurrency=2
         ).remote(str(path), count, options)

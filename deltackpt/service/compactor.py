@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compactor: folds long chains of a directory into new bases, in the background, over the nodes.
+
+Each part of a new base is folded by a Ray task, wherever in the cluster there is room, at a lowered
+priority. A task that is lost is run again: folding a part twice does no harm.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import threading
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from deltackpt import compact, stored
+from deltackpt.compact import Compacted, Folded, Plan
+from deltackpt.errors import ServiceUnavailable
+from deltackpt.reader import Progress
+from deltackpt.root import Root
+from deltackpt.service.options import ServiceOptions
+
+_logger = logging.getLogger(__name__)
+
+_STOP_SECS = 10.0
+#: Looks at the directory are that much rarer than those of the members.
+_RARER = 5
+
+
+class Compactor:
+    """Keeps the chain of the newest step short; a Ray actor, one per service."""
+
+    def __init__(self, directory: str, shards: int, options: ServiceOptions):
+        """Begins to look in the background.
+
+        Args:
+          directory: root of the steps.
+          shards: of the service: so many parts are folded at a time, where the memory suffices.
+          options: of the service.
+        """
+        assert options.compact_after is not None
+        os.nice(options.nice)
+        self._directory, self._shards, self._options = directory, shards, options
+        self._after = options.compact_after
+        self._root: Root | None = None
+        self._looked: int | None = None
+        self._says = "looks"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="deltackpt-compact", daemon=True)
+        self._thread.start()
+
+    def describe(self) -> str:
+        """What it does, did last, or could not do, in words."""
+        return self._says
+
+    def stop(self) -> None:
+        """Ends looking; the actor is killed afterwards, and what it was folding is given up."""
+        self._stopping.set()
+        self._thread.join(_STOP_SECS)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_RARER * self._options.poll_secs):
+            try:
+                self._look()
+            except Exception as error:
+                # Whatever it is, a later step may do; until then it is told.
+                text = f"{type(error).__name__}: {error}"
+                if text != self._says:
+                    _logger.warning("compaction of %s: %s", self._directory, text, exc_info=True)
+                self._says = text
+
+    def _look(self) -> None:
+        """Folds the newest step where its chain is long enough; looks at each step once."""
+        if self._root is None:
+            self._root = Root.open(self._directory, item=self._options.item, read_only=True)
+        newest = max(self._root.steps(), default=None)
+        if newest is None or newest == self._looked:
+            return
+        deltas = len(stored.read_chain(self._root.step_dir(newest), self._options.item)) - 1
+        if deltas >= self._after:
+            self._says = f"folds step {newest}"
+            done = compact.compact(
+                self._directory,
+                item=self._options.item,
+                step=newest,
+                workers=self._shards,
+                memory_bytes=self._options.compact_memory_bytes,
+                fold_all=_by_tasks,
+            )
+            self._says = _told(done)
+        self._looked = newest
+
+
+def _told(done: Compacted | None) -> str:
+    if done is None:
+        return "looks"
+    return (
+        f"folded step {done.step}: {done.deltas} deltas, {done.bytes_written:,} bytes in "
+        f"{done.seconds:.1f} s"
+    )
+
+
+def _by_tasks(
+    plan: Plan, workers: int, memory_bytes: int, progress: Progress | None
+) -> list[Folded]:
+    """Folds the parts of a plan by Ray tasks; see ``compact.FoldAll``."""
+    del progress  # Nobody watches.
+    task: Any = ray.remote(_fold_quietly).options(
+        num_cpus=0, scheduling_strategy="SPREAD", max_retries=3
+    )
+    waiting = list(range(len(plan.parts)))
+    running: dict[Any, int] = {}
+    found: dict[int, Folded] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                number = waiting.pop(0)
+                running[task.remote(plan, number, memory_bytes)] = number
+            done, _ = ray.wait(list(running), num_returns=1)
+            for call in done:
+                found[running.pop(call)] = ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except ray.exceptions.RayError as error:
+        raise ServiceUnavailable(
+            f"compaction of step {plan.step}: expected its tasks to be run, found "
+            f"{type(error).__name__}: {error}; it is tried again at the next step"
+        ) from error
+    finally:
+        for call in running:
+            ray.cancel(call)
+    return [found[number] for number in range(len(plan.parts))]
+
+
+def _fold_quietly(plan: Plan, number: int, memory_bytes: int) -> Folded:
+    """Folds a part in a thread that yields to others: Ray's process goes on to other tasks."""
+    with concurrent.futures.ThreadPoolExecutor(
+        1, "deltackpt-fold", initializer=compact.lower_priority
+    ) as pool:
+        return pool.submit(compact.fold, plan, number, memory_bytes=memory_bytes).result()

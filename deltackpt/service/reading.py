@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One restore from a service: keep a state on every member that is needed, copy it, prove it whole.
+
+Members on this machine are copied from directly, the others answer in parallel. A member that does
+not answer, or that went on to another state, is replaced by another replica.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import ray.exceptions
+
+from deltackpt import reader
+from deltackpt.blocks import Box
+from deltackpt.chain import SaveInfo
+from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
+from deltackpt.merge import Target
+from deltackpt.reader import RestoredTables, Targets, Wanted
+from deltackpt.service import calls, gate, protocol, shards
+from deltackpt.service.memory import MemoryReader
+from deltackpt.service.names import Member
+from deltackpt.service.protocol import Pinned
+from deltackpt.service.shards import Region
+from deltackpt.stored import StoredSave
+
+#: Bytes of one copy, and of one answer of another machine.
+_PIECE_BYTES = 16 << 20
+#: Answers of one member on their way: they bound what Ray's object store has to hold.
+_ANSWERS_IN_FLIGHT = 4
+_MOST_COPIERS = 8
+_SHARDS_AT_ONCE = 16
+_ASK_AGAIN_SECS = 0.02
+
+
+class _Copy(NamedTuple):
+    """Rows of a member's region that a target wants: virtual rows ``[start, stop)``."""
+
+    region: Region
+    target: Target
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.region.row_bytes
+
+
+@contextlib.contextmanager
+def reading(
+    save: StoredSave,
+    replicas: Sequence[Sequence[Member]],
+    wanted: Wanted | None,
+    *,
+    timeout_secs: float,
+    lend: bool,
+) -> Iterator[RestoredTables]:
+    """What is wanted of a save, whole while the context lasts.
+
+    Args:
+      save: the step, as its manifest in storage says.
+      replicas: of each shard the members that hold it, in the order in which to ask them.
+      wanted: what to restore; by default every table and slot as a whole.
+      timeout_secs: longest wait for a state to be held, and for each answer.
+      lend: whether buffers may be the memory of members on this machine. What was done with them
+        is void where leaving the context raises.
+
+    Raises:
+      ServiceUnavailable: no replica of a shard that is needed holds the save in time, or lent
+        memory changed.
+      ServiceMismatch: a member is of another run or version.
+    """
+    started = time.perf_counter()
+    buffers, targets = reader.empty_buffers(save.layout, wanted)
+    work = [_copies(save, shard, len(replicas), targets) for shard in range(len(replicas))]
+    # Where nothing is wanted, one member still says what the save was merged from.
+    needed = [shard for shard, copies in enumerate(work) if copies] or [0]
+    copiers = min(_MOST_COPIERS, len(os.sched_getaffinity(0)))
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(copiers, "deltackpt-copy"))
+        pins = stack.enter_context(_Pins())
+        lent = buffers if lend else None
+        read = _Read(save, timeout_secs, pins, pool, lent)
+        askers = stack.enter_context(
+            concurrent.futures.ThreadPoolExecutor(
+                min(len(needed), _SHARDS_AT_ONCE), "deltackpt-ask"
+            )
+        )
+        chains = list(askers.map(lambda shard: read.shard(replicas[shard], work[shard]), needed))
+        yield RestoredTables(
+            buffers=buffers,
+            layout=save.layout,
+            chain=chains[0],
+            bytes_read=sum(copy.nbytes for copies in work for copy in copies),
+            seconds=time.perf_counter() - started,
+            source="service",
+            lent=lend,
+        )
+        pins.check()
+
+
+class _Pin(NamedTuple):
+    """A state that a member keeps for us; ``memory`` is None where it is on another machine."""
+
+    member: Member
+    pinned: Pinned
+    memory: MemoryReader | None
+
+    def check(self) -> None:
+        """Checks that the member's memory still holds the state.
+
+        Raises:
+          ServiceUnavailable: it went on.
+        """
+        if self.memory is not None and self.memory.sequence != self.pinned.sequence:
+            raise ServiceUnavailable(
+                f"{self.member}: expected its state to stay while it was copied, found that it "
+                "went on; restore the newest step"
+            )
+
+
+class _Pins:
+    """The states that members keep for one restore, renewed while it lasts."""
+
+    def __init__(self) -> None:
+        self._pins: list[_Pin] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="deltackpt-renew", daemon=True)
+
+    def __enter__(self) -> _Pins:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        for pin in [*self._pins]:
+            self.end(pin)
+        self._thread.join()
+
+    def add(self, member: Member, pinned: Pinned) -> _Pin:
+        """A state that is kept from now on."""
+        assert pinned.place is not None
+        memory = None
+        with contextlib.suppress(OSError):  # It is on another machine.
+            memory = MemoryReader(pinned.place)
+        pin = _Pin(member, pinned, memory)
+        self._pins.append(pin)
+        return pin
+
+    def end(self, pin: _Pin) -> None:
+        """Lets a state go; nobody waits for the answer, a pin ends by itself too."""
+        self._pins.remove(pin)
+        with contextlib.suppress(ServiceError, ray.exceptions.RayError):
+            calls.actor(pin.member).unpin.remote(pin.pinned.pin)
+
+    def check(self) -> None:
+        """Checks every state that is still kept."""
+        for pin in self._pins:
+            pin.check()
+
+    def _renew(self) -> None:
+        while not self._done.wait(gate.PIN_SECS / 3):
+            for pin in [*self._pins]:
+                with contextlib.suppress(ServiceError, ray.exceptions.RayError):
+                    calls.actor(pin.member).renew.remote(pin.pinned.pin)
+
+
+class _Read:
+    """What all shards of one restore share."""
+
+    def __init__(
+        self,
+        save: StoredSave,
+        timeout_secs: float,
+        pins: _Pins,
+        pool: concurrent.futures.Executor,
+        lent: dict[str, dict[str, dict[Box, np.ndarray]]] | None,
+    ):
+        self._save = save
+        self._timeout_secs = timeout_secs
+        self._end = time.monotonic() + timeout_secs
+        self._pins = pins
+        self._pool = pool
+        self._lent = lent
+
+    def shard(self, members: Sequence[Member], copies: Sequence[_Copy]) -> tuple[SaveInfo, ...]:
+        """Takes the rows of one shard from the first replica that can give them."""
+        while True:
+            soon = False
+            problem: ServiceError | None = None
+            for member in members:
+                try:
+                    pinned = self._pin(member)
+                    if pinned.pin:
+                        self._take(self._pins.add(member, pinned), copies)
+                        return pinned.chain
+                    soon = soon or pinned.soon
+                    problem = self._refusal(member, pinned)
+                except ServiceError as error:
+                    problem = error
+            if not soon or time.monotonic() > self._end:
+                assert problem is not None
+                raise problem
+            time.sleep(_ASK_AGAIN_SECS)
+
+    def _pin(self, member: Member) -> Pinned:
+        wanted = self._save.info.save_id
+        left = max(_ASK_AGAIN_SECS, self._end - time.monotonic())
+        call = calls.actor(member).pin.remote(wanted.run, wanted.step, wanted.attempt, left / 2)
+        return protocol.unpacked(calls.answer(member, call, left), Pinned, str(member))
+
+    def _refusal(self, member: Member, pinned: Pinned) -> ServiceError:
+        wanted, held = self._save.info.save_id, pinned.held
+        if held is not None and held.run != wanted.run and time.monotonic() > self._end:
+            return ServiceMismatch(
+                f"{member}: expected it to hold save id {wanted}, found {held} of another run for "
+                f"{self._timeout_secs} s: its node may see another directory under the same path"
+            )
+        return ServiceUnavailable(pinned.refused)
+
+    def _take(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
+        """Copies what is wanted of a state; what is lent of it stays pinned."""
+        try:
+            if pin.memory is None:
+                self._fetch(pin, copies)
+            else:
+                left = [copy for copy in copies if not self._lend(pin.memory, copy)]
+                self._copy(pin.memory, left)
+                pin.check()
+                if len(left) < len(copies):
+                    return
+        except BaseException:
+            self._pins.end(pin)
+            raise
+        self._pins.end(pin)
+
+    def _lend(self, memory: MemoryReader, copy: _Copy) -> bool:
+        """Makes a buffer the member's memory itself, where that holds all of it in one place."""
+        if self._lent is None or (copy.start, copy.stop) != copy.target.rows:
+            return False
+        if copy.target.columns != copy.region.columns:
+            return False
+        table = next(
+            table
+            for table in self._save.layout.tables
+            if table.group == copy.region.group
+            and table.offset <= copy.start < table.offset + table.rows
+        )
+        fields = self._lent[table.name][copy.region.field]
+        rows = (copy.start - table.offset, copy.stop - table.offset)
+        for box in fields:
+            # The box of a template that has grown is longer than the target.
+            if box.rows == rows and copy.target.columns in (None, box.columns):
+                fields[box] = _rows(memory, copy)
+                return True
+        return False
+
+    def _copy(self, memory: MemoryReader, copies: Sequence[_Copy]) -> None:
+        pending = [
+            self._pool.submit(lambda piece: _put(piece, _rows(memory, piece)), piece)
+            for piece in _pieces(copies)
+        ]
+        for future in pending:
+            future.result()
+
+    def _fetch(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
+        """Asks for rows piece by piece."""
+        actor = calls.actor(pin.member)
+        waiting: list[tuple[_Copy, Any]] = []
+        pieces = _pieces(copies)
+        while True:
+            for piece in pieces:
+                region = piece.region
+                call = actor.read.remote(
+                    pin.pinned.pin, region.group, region.field, piece.start, piece.stop
+                )
+                waiting.append((piece, call))
+                if len(waiting) == _ANSWERS_IN_FLIGHT:
+                    break
+            if not waiting:
+                return
+            piece, call = waiting.pop(0)
+            found = calls.answer(pin.member, call, self._timeout_secs)
+            if isinstance(found, str):
+                raise ServiceUnavailable(found)
+            rows = found.view(piece.region.dtype)
+            _put(piece, rows.reshape(piece.stop - piece.start, *piece.region.trailing))
+
+
+def _copies(save: StoredSave, shard: int, count: int, targets: Targets) -> list[_Copy]:
+    """What of a shard's rows is wanted where."""
+    found = []
+    for region in shards.regions(save.layout, shard, count):
+        for target in targets.over(
+            region.group, region.field, region.rows, region.columns or (0, 1)
+        ):
+            start = max(region.rows[0], target.rows[0])
+            stop = min(region.rows[1], target.rows[1])
+            if start < stop:
+                found.append(_Copy(region, target, start, stop))
+    return found
+
+
+def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
+    for copy in copies:
+        rows = max(1, _PIECE_BYTES // max(1, copy.region.row_bytes))
+        for start in range(copy.start, copy.stop, rows):
+            yield copy._replace(start=start, stop=min(copy.stop, start + rows))
+
+
+def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:
+    """Whole rows in the memory of a member."""
+    region = copy.region
+    offset = region.offset + (copy.start - region.rows[0]) * region.row_bytes
+    return memory.array(offset, (copy.stop - copy.start, *region.trailing), region.dtype)
+
+
+def _put(piece: _Copy, rows: np.ndarray) -> None:
+    """Writes whole rows of a region to a target, which may want some columns of them."""
+    target = piece.target
+    out = target.buffer[piece.start - target.rows[0] : piece.stop - target.rows[0]]
+    if target.columns is not None and target.columns != piece.region.columns:
+        rows = rows[:, target.columns[0] : target.columns[1]]
+    out[...] = rows
