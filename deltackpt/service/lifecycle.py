@@ -71,9 +71,10 @@ def start(
         for replica in range(options.replicas):
             member = Member(key, shard, count, replica)
             actor.options(
-                **_standing(member.name, nodes[(shard + replica) % len(nodes)]),
+                **_standing(
+                    member.name, nodes[(shard + replica) % len(nodes)], options.memory_bytes
+                ),
                 max_concurrency=_THREADS,
-                memory=options.memory_bytes,
             ).remote(str(path), member, options)
     if options.compact_after is not None:
         ray.remote(Compactor).options(
@@ -135,20 +136,24 @@ def stop(directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM) 
 
 
 def _nodes() -> list[str]:
-    """Ray's ids of the nodes, in the order of their addresses."""
+    """Ray's ids of the nodes, in the order of their addresses; of those with CPUs where any have.
+
+    A head that was given none is not meant to work.
+    """
     if not ray.is_initialized():
         raise ServiceUnavailable(
             "expected a process that is connected to Ray, found that ray.init() was not called; "
             "connect to the cluster first"
         )
     alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in alive if node["Resources"].get("CPU")] or alive
     alive.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
     if not alive:
         raise ServiceUnavailable("expected a node that is alive in the Ray cluster, found none")
     return [node["NodeID"] for node in alive]
 
 
-def _standing(name: str, node: str) -> dict[str, Any]:
+def _standing(name: str, node: str, memory_bytes: int | None = None) -> dict[str, Any]:
     """Options of an actor that stays until it is stopped, on a node while there is that node."""
     return {
         "name": name,
@@ -157,5 +162,7 @@ def _standing(name: str, node: str) -> dict[str, Any]:
         "get_if_exists": True,
         "max_restarts": -1,
         "num_cpus": 0,
+        # Ray 2.60 puts an actor that asks for nothing on any node, whatever its affinity.
+        "memory": memory_bytes or 1,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
     }

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,6 +29,9 @@ from dlrm_jax import data, trainer
 from dlrm_jax.journal import Journal, area_under_curve, size
 from dlrm_jax.placement import Placement
 
+if TYPE_CHECKING:
+    from deltackpt.service.jax_trainer import Session
+
 POLICIES = {
     "consecutive": policy.Consecutive,
     "oneshot": policy.OneShot,
@@ -35,10 +39,15 @@ POLICIES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
+def main(arguments: list[str] | None = None, session: Session | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+      arguments: of the command line.
+      session: of a worker of Ray, which has started ``jax.distributed`` already.
+    """
     options = parsed(arguments)
-    placement = joined(options)
+    placement = joined(options, session)
     # One process speaks for all; the others take part in everything else.
     speaks = jax.process_index() == 0
     console = Console(quiet=not speaks)
@@ -54,7 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
         timeouts=Timeouts(peers_secs=options.peers_secs),
     )
     with deltackpt.CheckpointManager(
-        options.directory, handlers=handlers, options=saving, sinks=(journal,)
+        options.directory,
+        handlers=handlers,
+        options=saving,
+        sinks=(journal,) if session is None else (journal, session),
     ) as manager:
         if options.resume:
             state = resumed(manager, sizes, placement, console)
@@ -71,21 +83,23 @@ def main(arguments: list[str] | None = None) -> None:
             f"{len(sizes.rows)} tables, {total:,} rows of {options.width}, "
             f"{size(total * (options.width + 1) * 4)} with their optimizer slots"
         )
-        state = train(options, sizes, placement, source, manager, state, journal, console)
+        state = train(options, sizes, placement, source, manager, state, journal, console, session)
         manager.wait()
+        if session is not None:
+            session.report({"step": int(state.step)})
         if options.journal is not None:
             journal.write("end", step=int(state.step), digest=trainer.digest(state))
     journal.close()
 
 
-def joined(options: argparse.Namespace) -> Placement | None:
-    """Where to train: on one device, or over the devices of ``--processes`` processes.
+def joined(options: argparse.Namespace, session: Session | None) -> Placement | None:
+    """Where to train: on one device, or over the devices of ``--processes`` processes or of Ray's.
 
-    Starts ``jax.distributed`` where there are several.
+    Starts ``jax.distributed`` where there are several and Ray has not.
     """
-    if options.processes is None:
+    if session is None and options.processes is None:
         return None
-    if options.processes > 1:
+    if session is None and options.processes != 1:
         jax.distributed.initialize(
             options.coordinator,
             options.processes,
@@ -116,6 +130,7 @@ def train(
     state: trainer.TrainState,
     journal: Journal,
     console: Console,
+    session: Session | None,
 ) -> trainer.TrainState:
     """Trains from ``state`` to ``options.steps``; prints the loss and the AUC of each window.
 
@@ -130,21 +145,25 @@ def train(
         state, loss, logits = step(state, placed)
         window.append((loss, logits, batch.labels))
         done = number + 1
+        preempted = False
         if done % options.print_every == 0 or done == options.steps:
             losses = [float(loss) for loss, _, _ in window]
             scores = np.concatenate([np.asarray(logits) for _, logits, _ in window])
             labels = np.concatenate([labels for _, _, labels in window])
             speed = len(window) / (time.perf_counter() - started)
+            loss, auc = float(np.mean(losses)), area_under_curve(scores, labels)
             journal.steps(done - len(window), losses)
-            console.print(
-                f"step {done}: loss {np.mean(losses):.4f}, "
-                f"AUC {area_under_curve(scores, labels):.4f}, {speed:.1f} steps/s"
-            )
+            console.print(f"step {done}: loss {loss:.4f}, AUC {auc:.4f}, {speed:.1f} steps/s")
+            if session is not None:
+                session.report({"step": done, "loss": loss, "auc": auc, "steps_per_sec": speed})
+                preempted = session.preempted()
             window, started = [], time.perf_counter()
-        if done % options.save_every == 0 or done == options.steps:
+        if preempted or done % options.save_every == 0 or done == options.steps:
             if options.digests:
                 journal.write("saved", step=done, digest=trainer.digest(state))
             manager.save(done, state)
+        if preempted:
+            manager.wait()
     return state
 
 

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills two training workers and a restore actor of a Ray job, which recovers from memory.
+
+python examples/dlrm_jax/demo_ray.py
+
+Starts a Ray node of its own on the loopback interface, submits ray_cluster/train_dlrm.py to it
+twice, once without interruption, and compares every restored state with what the uninterrupted
+run had at that step. It ends the processes that it started, by their numbers, and no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dlrm_jax import demo, demo_multi, journal
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_RAY = str(Path(sys.executable).with_name("ray"))
+_STEPS, _SAVE_EVERY = 160, 10
+_WORKERS, _DEVICES, _SHARDS = 2, 2, 2
+#: Steps committed since the start, or a restart, before somebody is killed.
+_COMMITTED_FIRST = 2
+_JOB_SECS, _POLL_SECS = 300, 0.1
+_PR_SET_PDEATHSIG = 1
+_ARGUMENTS = (
+    *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
+    *("--batch=512", "--bottom=128", "--top=256-128", "--digests", "--peers-secs=30"),
+)
+#: Of the node and of whoever talks to it. Without the second Ray would listen on the address of
+#: the machine; tokens would be written under the home directory.
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # How often Ray Train looks after its workers, in seconds.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+}
+
+
+class Node:
+    """A Ray head on the loopback interface.
+
+    Attributes:
+      address: where drivers connect.
+      dashboard: where jobs are submitted.
+    """
+
+    def __init__(self, place: Path):
+        """Chooses ports; nothing is started yet."""
+        self._place = place
+        self._ports = {
+            name: demo_multi.free_port()
+            for name in (
+                *("port", "dashboard-port", "dashboard-agent-listen-port"),
+                *("dashboard-agent-grpc-port", "runtime-env-agent-port"),
+                *("metrics-export-port", "ray-client-server-port"),
+            )
+        }
+        self.address = f"127.0.0.1:{self._ports['port']}"
+        self.dashboard = f"http://127.0.0.1:{self._ports['dashboard-port']}"
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[None]:
+        """Runs the node; nothing that it started outlives the block."""
+        with (self._place / "ray.log").open("wb") as log:
+            head = subprocess.Popen(
+                [
+                    *(_RAY, "start", "--head", "--block", "--dashboard-host=127.0.0.1"),
+                    *(f"--temp-dir={self._place}", f"--num-cpus={_WORKERS + 1}"),
+                    *("--object-store-memory=300000000", "--disable-usage-stats"),
+                    # Any free port, instead of a range that another cluster may use.
+                    *("--min-worker-port=0", "--max-worker-port=0"),
+                    *(f"--{name}={port}" for name, port in self._ports.items()),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Signals to the terminal's group are for this process, which ends Ray in order.
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        try:
+            waited("the Ray node", lambda: self._answers(head))
+            yield
+        finally:
+            ended(psutil.Process(head.pid))
+
+    def _answers(self, head: subprocess.Popen[bytes]) -> bool:
+        if head.poll() is not None:
+            sys.exit(f"Ray ended with {head.returncode}:\n{(self._place / 'ray.log').read_text()}")
+        return not subprocess.run(
+            [_RAY, "job", "list", f"--address={self.dashboard}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ).returncode
+
+
+class Job:
+    """ray_cluster/train_dlrm.py, submitted to a node."""
+
+    def __init__(self, node: Node, root: Path, name: str, scale: float):
+        """Chooses the arguments; nothing is submitted yet.
+
+        Args:
+          node: where it runs.
+          root: for its files.
+          name: of the job.
+          scale: factor on the tables' rows.
+        """
+        self.directory = root / name
+        self._journal = root / f"{name}.jsonl"
+        self._log = root / f"{name}.log"
+        self._command = [
+            *(_RAY, "job", "submit", f"--address={node.dashboard}", f"--submission-id={name}"),
+            *(f"--working-dir={REPOSITORY}", "--", sys.executable, "ray_cluster/train_dlrm.py"),
+            *(f"--directory={self.directory}", f"--storage={root / 'ray'}", f"--name={name}"),
+            *(f"--workers={_WORKERS}", f"--cpu-devices={_DEVICES}", f"--service-shards={_SHARDS}"),
+            *("--", *_ARGUMENTS, f"--scale={scale}", f"--journal={self._journal}"),
+        ]
+
+    def submit(self) -> subprocess.Popen[bytes]:
+        """Submits it; the process that is returned ends with the job."""
+        with self._log.open("wb") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+
+    def check(self, submission: subprocess.Popen[bytes]) -> None:
+        """Exits with the job's last words where it failed."""
+        if submission.poll() not in (None, 0):
+            words = self._log.read_text(errors="replace").splitlines()[-40:]
+            sys.exit("\n".join([f"the job failed with status {submission.returncode}:", *words]))
+
+    def entries(self, event: str) -> list[dict[str, Any]]:
+        """What its journal says."""
+        return journal.read(self._journal, event) if self._journal.exists() else []
+
+    def digests(self) -> dict[int, str]:
+        """Digest of the state that the run gave to each ``save``."""
+        return {entry["step"]: entry["digest"] for entry in self.entries("saved")}
+
+
+def run(options: argparse.Namespace) -> int:
+    """The whole demonstration; returns the exit status."""
+    console = Console(highlight=False)
+    started = time.perf_counter()
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]  # Of another cluster.
+    os.environ.update(_ENVIRONMENT)
+    # Ray's sockets lie here, whose paths may have 107 characters.
+    place = Path(tempfile.mkdtemp(prefix="ray-"))
+    try:
+        with tempfile.TemporaryDirectory(prefix="dlrm-demo-", dir=options.directory) as folder:
+            node, root = Node(place), Path(folder)
+            console.rule("[bold]1. Start a Ray node on the loopback interface")
+            with node.started():
+                console.print(f"jobs at {node.dashboard}, its files in {place}")
+                equal = interrupted(node, root, options.scale, console)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    console.print(
+        "[green]nothing was lost" if equal else "[red]the runs differ",
+        f"(done in {time.perf_counter() - started:.0f} s)",
+    )
+    return 0 if equal else 1
+
+
+def interrupted(node: Node, root: Path, scale: float, console: Console) -> bool:
+    """Runs both jobs, kills in the second, and returns whether they are equal."""
+    import ray
+
+    from deltackpt import service
+
+    whole, killed = Job(node, root, "whole", scale), Job(node, root, "killed", scale)
+    console.rule(f"[bold]2. ray job submit: {_WORKERS} workers x {_DEVICES} devices, uninterrupted")
+    with console.status("training"):
+        submission = whole.submit()
+        waited("the job", lambda: finished(whole, submission))
+    console.print(f"{_STEPS} steps, a save every {_SAVE_EVERY}")
+
+    console.rule("[bold]3. The same job, and SIGKILL to three of its processes")
+    ray.init(node.address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        service.stop(whole.directory)
+        submission = killed.submit()
+        kill_a_worker(node, killed, submission, console)
+        kill_a_restore_actor(killed, submission, console)
+        kill_a_worker(node, killed, submission, console)
+        with console.status("training"):
+            waited("the job", lambda: finished(killed, submission))
+    finally:
+        ray.shutdown()
+
+    console.rule("[bold]4. Compare with the uninterrupted run")
+    return show_states(whole, killed, console)
+
+
+def kill_a_worker(
+    node: Node, job: Job, submission: subprocess.Popen[bytes], console: Console
+) -> None:
+    """Kills a training worker once the job has saved, and waits until it goes on."""
+    from ray.util.state import list_actors
+
+    await_saves(job, submission, console)
+    step = demo.committed(job.directory)[-1]
+    alive: Any = list_actors(
+        node.dashboard, filters=[("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    )
+    pid = max(actor.pid for actor in alive)
+    restarts = len(job.entries("restored"))
+    os.kill(pid, signal.SIGKILL)
+    started = time.perf_counter()
+    console.print(f"[bold red]SIGKILL[/] to a training worker (pid {pid}) after step {step}")
+    with console.status("Ray starts the workers anew"):
+        waited("the restart", lambda: went_on(job, submission, restarts))
+    event = job.entries("restore")[-1]
+    console.print(
+        f"  all workers are back after {time.perf_counter() - started:.0f} s: step "
+        f"{event['step']} restored from [bold]{event['source']}[/] in {event['seconds']:.2f} s"
+    )
+
+
+def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console: Console) -> None:
+    """Kills one member of the restore service, and waits until it holds the newest step again."""
+    from deltackpt import service
+
+    await_saves(job, submission, console)
+    restore_service = service.connect(job.directory)
+    victim = restore_service.status().members[-1]
+    assert victim.found is not None
+    os.kill(victim.found.pid, signal.SIGKILL)
+    started = time.perf_counter()
+    console.print(
+        f"[bold red]SIGKILL[/] to the restore actor of {victim.member} (pid {victim.found.pid}), "
+        f"which held step {victim.step}"
+    )
+    with console.status("Ray starts it anew"):
+        restore_service.wait_ready(demo.committed(job.directory)[-1], _JOB_SECS)
+    back = restore_service.status().members[-1]
+    assert back.found is not None
+    console.print(
+        f"  it is back as pid {back.found.pid} and holds step {back.step} after "
+        f"{time.perf_counter() - started:.1f} s; training went on"
+    )
+
+
+def await_saves(job: Job, submission: subprocess.Popen[bytes], console: Console) -> None:
+    """Waits until the job has committed some steps since now."""
+    known = len(demo.committed(job.directory)) if job.directory.exists() else 0
+
+    def saved() -> bool:
+        job.check(submission)
+        if submission.poll() is not None:
+            sys.exit("the job ended before everybody was killed: the machine is too fast for it")
+        return len(demo.committed(job.directory)) >= known + _COMMITTED_FIRST
+
+    with console.status("training"):
+        waited("saves", saved)
+
+
+def went_on(job: Job, submission: subprocess.Popen[bytes], restarts: int) -> bool:
+    """Whether the job has restored a step once more."""
+    job.check(submission)
+    return len(job.entries("restored")) > restarts
+
+
+def finished(job: Job, submission: subprocess.Popen[bytes]) -> bool:
+    """Whether the job has ended well."""
+    job.check(submission)
+    return submission.poll() is not None
+
+
+def show_states(whole: Job, killed: Job, console: Console) -> bool:
+    """Prints whether states are those of the uninterrupted run, bit for bit, and returns it."""
+    expected = whole.digests()
+    table = Table("state", "step", "tables from", "SHA-256 of every leaf", "", box=box.SIMPLE_HEAD)
+    found = []
+    restores = zip(killed.entries("restore"), killed.entries("restored"), strict=True)
+    rows = [("restored", entry, event["source"]) for event, entry in restores]
+    rows += [("at the end", entry, "") for entry in killed.entries("end")]
+    for name, entry, source in rows:
+        found.append(entry["digest"] == expected[entry["step"]])
+        mark = "[green]equal" if found[-1] else "[red]DIFFERENT"
+        table.add_row(name, str(entry["step"]), source, entry["digest"][:16], mark)
+    console.print(table)
+    sources = [event["source"] for event in killed.entries("restore")]
+    console.print(f"{len(sources)} restarts; the last restored from {sources[-1]}")
+    return all(found) and len(found) == 3 and sources[-1] == "service"
+
+
+def end_with_parent() -> None:
+    """Has the kernel end a child that is about to start, should this process be killed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def waited(what: str, done: Callable[[], bool]) -> None:
+    """Polls until ``done()``; exits where that takes too long."""
+    deadline = time.monotonic() + _JOB_SECS
+    while not done():
+        if time.monotonic() > deadline:
+            sys.exit(f"{what} took more than {_JOB_SECS} s")
+        time.sleep(_POLL_SECS)
+
+
+def ended(process: psutil.Process) -> None:
+    """Ends a process and all that it started."""
+    family = [process]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family += process.children(recursive=True)
+        process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for straggler in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            straggler.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", type=float, default=0.10003, help="factor on the tables' rows")
+    parser.add_argument("--directory", type=Path, help="where to make a temporary directory")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(run(parsed()))

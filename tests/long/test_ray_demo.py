@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make demo-ray``: jobs, kills and recoveries on a Ray node of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray.train", reason="needs deltackpt[ray]", exc_type=ImportError)
+
+import psutil
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "dlrm_jax" / "demo_ray.py"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_demo_recovers_from_the_service_and_leaves_no_process(tmp_path):
+    done = subprocess.run(
+        [sys.executable, DEMO, "--scale=0.05003", f"--directory={tmp_path}"], stdout=subprocess.PIPE
+    )
+    assert done.returncode == 0
+    assert b"nothing was lost" in done.stdout
+    assert b"the last restored from service" in done.stdout
+    [place] = re.findall(r"its files in (\S+)", done.stdout.decode())
+    assert not Path(place).exists()
+    left = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    mine = (place, str(tmp_path))
+    assert [words for words in left if any(one in " ".join(words) for one in mine)] == []

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training under Ray's ``JaxTrainer``, on a cluster of this machine that the tests start."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray.train", reason="needs deltackpt[ray]", exc_type=ImportError)
+
+import ray
+import ray.train
+import ray_worker
+from ray.train.v2.jax import JaxTrainer
+
+import deltackpt
+from deltackpt import errors
+from deltackpt.service import jax_trainer
+
+pytestmark = [
+    # Ray's own, and what its shutdown leaves to the garbage collector.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
+]
+
+WORKERS = ray.train.ScalingConfig(num_workers=2)
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A node of this machine, which ends with the module."""
+    # The path of a socket may have 107 characters.
+    place = tempfile.mkdtemp(prefix="ray-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=200_000_000,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
+            _temp_dir=place,
+        )
+        yield
+        ray.shutdown()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def run_config(path: Path, failures: int) -> ray.train.RunConfig:
+    return ray.train.RunConfig(
+        name="run",
+        storage_path=str(path / "ray"),
+        failure_config=ray.train.FailureConfig(max_failures=failures),
+        worker_runtime_env={"env_vars": TWO_DEVICES},
+    )
+
+
+def noted(path: Path, event: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [entry for entry in entries if entry["event"] == event]
+
+
+def assert_exact(entry: dict[str, Any]) -> None:
+    for name, array in ray_worker.expected(entry["step"]).items():
+        assert bytes.fromhex(entry[name]) == array.tobytes()
+
+
+@pytest.fixture(scope="module")
+def killed(cluster, tmp_path_factory):
+    """A run of 20 steps whose worker 1 is killed after 13 steps."""
+    path = tmp_path_factory.mktemp("killed")
+    config = {"directory": str(path / "steps"), "journal": str(path / "journal.jsonl")}
+    config |= {"steps": 20, "save_every": 4, "kill": 13}
+    trainer = jax_trainer.trainer(
+        ray_worker.train, config, scaling=WORKERS, run=run_config(path, failures=1)
+    )
+    return path, trainer.fit()
+
+
+def test_a_run_goes_on_from_the_newest_step_after_a_worker_was_killed(killed):
+    path, result = killed
+    assert result.error is None
+    journal = path / "journal.jsonl"
+    [restored] = noted(journal, "restored")
+    # The save of step 12 may have been in flight.
+    assert restored["step"] in (8, 12)
+    assert restored["devices"] == 4
+    assert_exact(restored)
+    [end] = noted(journal, "end")
+    assert end["step"] == 20
+    assert_exact(end)
+
+
+def test_ray_is_told_where_each_committed_step_lies(killed):
+    path, result = killed
+    told = [
+        (jax_trainer.reference(checkpoint), metrics)
+        for checkpoint, metrics in result.best_checkpoints
+    ]
+    assert all(refers.directory == str(path / "steps") for refers, _ in told)
+    steps = [refers.step for refers, _ in told]
+    assert steps == sorted({*steps}) and steps[-1] == 20
+    assert [metrics["checkpoint_step"] for _, metrics in told] == steps
+    # Metrics are those of the step that was being reported.
+    assert all(metrics["loss"] == metrics["at"] / 2 for _, metrics in told)
+    assert all(metrics["at"] >= step for step, (_, metrics) in zip(steps, told, strict=True))
+    for checkpoint, _ in result.best_checkpoints:
+        files = [found for found in Path(checkpoint.path).rglob("*") if found.is_file()]
+        assert sum(found.stat().st_size for found in files) < 1000
+
+
+def test_the_step_that_ray_was_told_of_is_restored_by_a_reader(killed):
+    path, result = killed
+    refers = jax_trainer.reference(result.checkpoint)
+    with deltackpt.CheckpointManager(
+        refers.directory,
+        handlers={"embeddings": deltackpt.Tables(select="tables/*")},
+        options=deltackpt.ManagerOptions(read_only=True),
+    ) as manager:
+        state = manager.restore(refers.step).state
+    expected = ray_worker.expected(20)
+    assert np.array_equal(state["tables"]["words"], expected["words"])
+    assert np.array_equal(state["bias"], expected["bias"])
+
+
+def test_workers_that_would_each_train_alone_are_refused(cluster, tmp_path):
+    config = {"directory": str(tmp_path / "steps"), "journal": str(tmp_path / "journal.jsonl")}
+    alone = JaxTrainer(
+        ray_worker.train,
+        train_loop_config=config | {"steps": 4, "save_every": 2},
+        scaling_config=WORKERS,
+        run_config=run_config(tmp_path, failures=0),
+    )
+    with pytest.raises(ray.train.WorkerGroupError) as caught:
+        alone.fit()
+    for failure in caught.value.worker_failures.values():
+        assert isinstance(failure, errors.OptionError)
+        assert "expected jax to count 2 processes, found 1" in str(failure)
+    assert not (tmp_path / "steps").exists()
+
+
+def test_a_run_that_ray_would_not_restart_is_refused(tmp_path):
+    with pytest.raises(errors.OptionError, match="max_failures other than 0"):
+        jax_trainer.trainer(
+            ray_worker.train, {}, scaling=WORKERS, run=run_config(tmp_path, failures=0)
+        )
+
+
+def test_a_checkpoint_of_another_origin_is_refused(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"")
+    with pytest.raises(errors.RestoreError, match=r"expected deltackpt.json in it.*'model.pt'"):
+        jax_trainer.reference(ray.train.Checkpoint.from_directory(tmp_path))
