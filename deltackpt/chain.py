@@ -7,7 +7,7 @@ Pure functions over what manifests say: no I/O, no jax.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from deltackpt.errors import BrokenChain, Damaged
 from deltackpt.manifest import Kind, Manifest, ParentRef, SaveId
@@ -58,27 +58,39 @@ def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[Sav
 
 
 def live_set(
-    keep: Iterable[SaveId], saves: Iterable[SaveInfo], in_flight: Iterable[SaveId] = ()
+    keep: Iterable[SaveId],
+    saves: Iterable[SaveInfo],
+    in_flight: Iterable[SaveId] = (),
+    compacted: Collection[SaveId] = (),
 ) -> frozenset[SaveId]:
-    """Saves that must stay: those to keep, those in flight, and every parent of them.
+    """Saves whose step directories must stay: those to keep, and what restoring needs of others.
 
     Args:
       keep: saves that a policy keeps.
       saves: all committed saves.
-      in_flight: saves not committed yet, and parents that they name.
+      in_flight: saves not committed yet, and parents that they name or may name.
+      compacted: saves for which a compacted base stands: nothing needs their step directories,
+        nor those of their parents.
     """
-    by_id = {save.save_id: save for save in saves}
-    live: set[SaveId] = set()
-    pending = [*keep, *in_flight]
-    while pending:
-        save_id = pending.pop()
-        if save_id in live:
-            continue
-        live.add(save_id)
-        save = by_id.get(save_id)
-        if save is not None and save.parent is not None:
-            pending.append(save.parent.save_id)
-    return frozenset(live)
+    kept = frozenset(keep)
+    return kept | (_closure(kept, saves, in_flight, compacted) - frozenset(compacted))
+
+
+def needed_bases(
+    saves: Iterable[SaveInfo],
+    in_flight: Iterable[SaveId],
+    compacted: Collection[SaveId],
+) -> frozenset[SaveId]:
+    """Saves whose compacted bases must stay, since chains of others end there.
+
+    Args:
+      saves: all committed saves.
+      in_flight: saves not committed yet, and parents that they name or may name.
+      compacted: saves for which a compacted base stands.
+    """
+    standing = tuple(saves)
+    every = frozenset(save.save_id for save in standing)
+    return _closure(every, standing, in_flight, compacted) & frozenset(compacted)
 
 
 def check_index(head: Manifest) -> None:
@@ -94,6 +106,27 @@ def check_index(head: Manifest) -> None:
             f"one part of each process 0 to {head.process_count - 1}",
             f"parts of {found}",
         )
+
+
+def _closure(
+    keep: Iterable[SaveId],
+    saves: Iterable[SaveInfo],
+    in_flight: Iterable[SaveId],
+    compacted: Collection[SaveId],
+) -> frozenset[SaveId]:
+    """Saves in the chains of others; a chain ends where a compacted base stands."""
+    by_id = {save.save_id: save for save in saves}
+    live: set[SaveId] = set()
+    pending = [*keep, *in_flight]
+    while pending:
+        save_id = pending.pop()
+        if save_id in live:
+            continue
+        live.add(save_id)
+        save = by_id.get(save_id)
+        if save is not None and save.parent is not None and save_id not in compacted:
+            pending.append(save.parent.save_id)
+    return frozenset(live)
 
 
 def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveInfo], str | None]:

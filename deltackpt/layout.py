@@ -11,12 +11,20 @@ Inside an Orbax step directory::
       dense/                           Orbax's own PyTree item
       digests.step.<process>.msgpack   the dense files of one of several processes
       digests.step.msgpack             everything else in the step, written just before the commit
+
+Beside the steps::
+
+    compacted/
+      lock                             held by the one compactor of the directory
+      <step>/<item>/                   a base that stands for the item of the step
+      <step>.<id>.tmp/                 one that is being folded
 """
 
 from __future__ import annotations
 
 import re
 import urllib.parse
+import uuid
 from pathlib import Path
 
 EMBEDDINGS_ITEM = "embeddings"
@@ -26,6 +34,9 @@ STEP_DIGESTS = "digests.step.msgpack"
 ROLLED_BACK = "rolled-back"
 #: Steps that are being deleted: renamed here first, then emptied.
 TRASH = "deleted"
+#: Bases that compaction folded, beside the steps that they stand for.
+COMPACTED = "compacted"
+COMPACTION_LOCK = "lock"
 GAPS = "rows.gaps"
 
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
@@ -37,6 +48,7 @@ _PART = re.compile(r"part\.\d+")
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
 _FAILURE = re.compile(r"failed\.(\d+)\.json")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
+_COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
 
 
 def manifest_name(process: int) -> str:
@@ -112,3 +124,18 @@ def lease_epoch(name: str) -> int | None:
     """Epoch of a lease's name, None where the name is another object's."""
     match = _LEASE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def compacted_dir(step_dir: Path, item: str) -> Path:
+    """Directory of the compacted base that stands for an item of a step."""
+    return step_dir.parent / COMPACTED / step_dir.name / item
+
+
+def compaction_name(step_dir: str) -> str:
+    """A fresh name below ``COMPACTED`` for a base that is being folded."""
+    return f"{step_dir}.{uuid.uuid4().hex}.tmp"
+
+
+def is_compaction(name: str) -> bool:
+    """Whether a name below ``COMPACTED`` is that of a base that is, or was, being folded."""
+    return _COMPACTION.fullmatch(name) is not None

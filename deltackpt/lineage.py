@@ -9,6 +9,7 @@ one and its clock, and no touched row is lost.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import uuid
@@ -16,11 +17,11 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltackpt import layout, manifest
+from deltackpt import layout, manifest, stored
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import RestoreError
-from deltackpt.manifest import Kind, Manifest, ParentRef, SaveId
-from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History
+from deltackpt.manifest import BaseRef, Kind, Manifest, ParentRef, SaveId
+from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History, LeftToCompaction
 from deltackpt.storage import files
 from deltackpt.touched import clock_exhausted
 
@@ -63,6 +64,7 @@ class Lineage:
         item: str = layout.EMBEDDINGS_ITEM,
         protected: bool = True,
         run: str | None = None,
+        compacted: bool = False,
     ):
         """Starts a new run.
 
@@ -72,8 +74,12 @@ class Lineage:
           protected: whether retention is bound to this lineage by ``KeepChain``; where it is
             not, every save is a base, since a stock policy would delete bases under live deltas.
           run: id of the run; several processes must have agreed on it.
+          compacted: whether bases are left to compaction.
         """
         self._policy = policy or Consecutive()
+        if compacted:
+            self._policy = LeftToCompaction(policy=self._policy)
+        self._compacted = compacted
         self._item = item
         self._protected = protected
         self._lock = threading.RLock()
@@ -189,6 +195,22 @@ class Lineage:
                 chain_length=len(chain) - 1,
             )
             self._base_bytes = chain[0].nbytes
+            self._since = [self._previous]
+
+    def newest_compacted(self) -> BaseRef | None:
+        """The newest compacted base that stands for a save of this run, or the restored one.
+
+        For the manifest that process 0 writes in the background: each process goes on from what it
+        reads there, so that all decide alike.
+        """
+        with self._lock:
+            candidates = [] if not self._compacted else self._since[::-1]
+        for known in candidates:
+            with contextlib.suppress(RestoreError, OSError):
+                base = stored.read_compacted(known.path, known.info.save_id, self._item)
+                if base is not None:
+                    return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
+        return None
 
     def restart(self) -> None:
         """Starts a new run without a parent: the next save is a base."""
@@ -213,6 +235,10 @@ class Lineage:
         self._anchor: _Known | None = None
         self._previous: _Known | None = None
         self._in_flight: _Known | None = None
+        #: The anchor and the saves since, oldest first, where compaction may make one an anchor.
+        self._since: list[_Known] = []
+        #: The save for which the compacted base stands that the anchor is.
+        self._base_id: SaveId | None = None
         self._base_bytes = 0
         self._delta_bytes: list[int] = []
 
@@ -229,9 +255,33 @@ class Lineage:
         self._previous = known
         if known.info.kind == "base":
             self._anchor, self._base_bytes, self._delta_bytes = known, known.info.nbytes, []
+            self._since, self._base_id = [], None
         else:
             self._delta_bytes.append(known.info.nbytes)
+        if self._compacted:
+            self._since.append(known)
+            if head.compacted is not None:
+                self._go_on_from(head.compacted)
         return known
+
+    def _go_on_from(self, base: BaseRef) -> None:
+        """Takes a save for which a compacted base stands as the anchor: its chain is no more."""
+        ids = [known.info.save_id for known in self._since]
+        if base.save_id not in ids or self._base_id == base.save_id:
+            return
+        self._since = self._since[ids.index(base.save_id) :]
+        anchor, *later = self._since
+        anchor.total_bytes, anchor.chain_length = base.nbytes, 0
+        descend = {base.save_id: anchor}
+        self._delta_bytes = []
+        for known in later:
+            parent = None if known.info.parent is None else descend.get(known.info.parent.save_id)
+            if parent is not None:
+                known.total_bytes = parent.total_bytes + known.info.nbytes
+                known.chain_length = parent.chain_length + 1
+                descend[known.info.save_id] = known
+                self._delta_bytes.append(known.info.nbytes)
+        self._anchor, self._base_bytes, self._base_id = anchor, base.nbytes, base.save_id
 
     def _decide(
         self, clock: int | None, layout: Any, force_base: bool, seen: _Known | None
@@ -264,9 +314,19 @@ class Lineage:
         if decision.kind == "base":
             return "base", None, decision.reason
         parent = anchor if decision.parent == "base" else previous
-        if parent is not seen and _standing(parent, self._item) is None:
+        if parent is not seen and not self._stands(parent):
             return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
         return "delta", parent, decision.reason
+
+    def _stands(self, known: _Known) -> bool:
+        """Whether a save, or a compacted base for it, is there to be a parent."""
+        if _standing(known, self._item) is not None:
+            return True
+        try:
+            base = stored.read_compacted(known.path, known.info.save_id, self._item)
+        except (RestoreError, OSError):
+            return False
+        return base is not None
 
 
 def new_run() -> str:

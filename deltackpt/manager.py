@@ -153,7 +153,12 @@ class CheckpointManager:
             os.fspath(directory), self.options.timeouts.peers_secs, alone=self.options.alone
         )
         self._root, run = self._open_root(directory)
-        self._lineage = Lineage(self.options.policy, item=self._item, run=run)
+        self._lineage = Lineage(
+            self.options.policy,
+            item=self._item,
+            run=run,
+            compacted=self.options.bases == "compacted",
+        )
         self._staging = Staging(self.options.staging_bytes)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
@@ -553,7 +558,7 @@ class CheckpointManager:
             if self._leftovers:
                 self._root.remove_leftovers()
                 self._leftovers = False
-            self._root.collect()
+            self._root.collect(self._lineage.protected)
             self._report(flight)
         return failure
 
@@ -930,6 +935,7 @@ class CheckpointManager:
                     inner,
                     self._lineage.protected,
                     self._root.saves,
+                    self._root.compacted,
                     deletes=self._peers.index == 0,
                 ),
                 todelete_subdir=None if options.read_only else self._root.new_trash(),

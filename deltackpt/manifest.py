@@ -57,6 +57,14 @@ class ParentRef:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseRef:
+    """A compacted base: the save that it stands for, and the bytes of its arrays."""
+
+    save_id: SaveId
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSpec:
     """One field of a group: ``values`` or ``slot.<name>``.
 
@@ -279,6 +287,8 @@ class Manifest:
     writers: dict[str, str] = dataclasses.field(default_factory=dict)
     #: How often the run had been restored before, itself included.
     restores: int = 0
+    #: The newest compacted base that process 0 knew of when it wrote this.
+    compacted: BaseRef | None = None
     features: tuple[str, ...] = ()
     #: CRC32C of what the process takes the tables to be, and of the codecs that it planned.
     plan_crc32c: int = 0

@@ -13,6 +13,7 @@ from deltackpt.policy import BaseOrDelta, Consecutive
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
 BaseSnapshot = Literal["block", "hold"]
+Bases = Literal["periodic", "compacted"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,10 @@ class ManagerOptions:
 
     Attributes:
       policy: base or delta.
+      bases: ``"periodic"``: the policy's bounds make the trainer write a base now and then;
+        ``"compacted"``: later bases are left to compaction, by the service or ``deltackpt
+        compact``, and the trainer takes one only where it must, or where nothing was compacted
+        for four times the bounds.
       retention: which committed steps stay: a number of newest steps, an Orbax
         ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
       durability: ``"power"``: a step for which ``wait()`` has returned survives a power cut;
@@ -70,6 +75,7 @@ class ManagerOptions:
     """
 
     policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
+    bases: Bases = "periodic"
     retention: int | PreservationPolicy | None = None
     durability: Durability = "power"
     when_busy: WhenBusy = "wait"
@@ -81,6 +87,7 @@ class ManagerOptions:
 
     def __post_init__(self) -> None:
         for name, known in (
+            ("bases", ("periodic", "compacted")),
             ("durability", ("power", "process")),
             ("when_busy", ("wait", "skip", "coalesce")),
             ("base_snapshot", ("block", "hold")),

@@ -348,6 +348,7 @@ class PendingSave:
             item_digests_crc32c=digests_crc32c,
             writers=__about__.writer_versions(),
             restores=self.intent.restores,
+            compacted=self._newest_compacted(peers),
             features=self._features(segments, peers.count),
         )
         if peers.count == 1:
@@ -362,6 +363,11 @@ class PendingSave:
                 if any(segment.group == group.name for segment in segments)
             ),
         )
+
+    def _newest_compacted(self, peers: Rendezvous) -> manifest.BaseRef | None:
+        """What process 0 tells the others of compaction."""
+        lineage = self._embeddings.lineage
+        return lineage.newest_compacted() if lineage is not None and peers.process == 0 else None
 
     def _planned_groups(self) -> tuple[GroupEntry, ...]:
         """The groups with the codecs that this save planned."""

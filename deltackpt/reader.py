@@ -16,7 +16,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from deltackpt.manifest import ArrayEntry, Cover, FieldSpec, GroupEntry, Layout,
 from deltackpt.merge import Target
 from deltackpt.staging import Staging
 from deltackpt.storage import files, gaps
-from deltackpt.stored import StoredPart, StoredSave, raise_if_removed
+from deltackpt.stored import StoredPart, StoredSave, raise_if_removed, read_whole
 
 #: Called with (bytes read so far, bytes to read in all), from a background thread.
 Progress = Callable[[int, int], None]
@@ -55,6 +55,7 @@ class RestoredTables:
       bytes_read: bytes of the stored arrays that were read.
       seconds: wall time of reading and merging.
       source: where they were read from.
+      lent: whether buffers may be memory of the source.
     """
 
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
@@ -63,6 +64,7 @@ class RestoredTables:
     bytes_read: int
     seconds: float
     source: str = "storage"
+    lent: bool = False
     placed: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -84,6 +86,8 @@ def restore_tables(
 ) -> RestoredTables:
     """Reads and merges a chain; only what is wanted, and the parts that hold it.
 
+    Where the chain does not hold, another one to the same step is read: ``stored.read_whole``.
+
     Args:
       saves: a chain of ``read_chain``.
       wanted: what to restore; by default every table and slot as a whole.
@@ -94,6 +98,12 @@ def restore_tables(
       StepGone: a step of the chain was removed meanwhile.
       TemplateMismatch: a wanted table or box does not exist.
     """
+    return read_whole(saves, functools.partial(_restored, wanted=wanted, progress=progress))
+
+
+def _restored(
+    saves: Sequence[StoredSave], *, wanted: Wanted | None, progress: Progress | None
+) -> RestoredTables:
     started = time.perf_counter()
     target_layout = saves[-1].layout
     buffers, targets = empty_buffers(target_layout, wanted)
@@ -107,13 +117,35 @@ def restore_tables(
     )
 
 
-def fill(saves: Sequence[StoredSave], targets: Targets, progress: Progress | None = None) -> int:
+class HeldRows(NamedTuple):
+    """Row numbers of a segment, from its position ``first`` on: all that can be wanted."""
+
+    rows: Rows
+    first: int = 0
+
+
+#: What gives the row numbers of a segment; None where none of them is wanted.
+RowNumbers = Callable[[StoredPart, Segment, "Targets"], HeldRows | None]
+
+
+def fill(
+    saves: Sequence[StoredSave],
+    targets: Targets,
+    progress: Progress | None = None,
+    *,
+    numbers: RowNumbers | None = None,
+    scratch: Staging | None = None,
+    readers: int = _READERS,
+) -> int:
     """Reads and merges a chain into buffers; where it raises, they hold anything.
 
     Args:
       saves: a chain of ``read_chain``.
       targets: the buffers.
       progress: called as bytes are read.
+      numbers: gives the row numbers of segments; by default they are read.
+      scratch: memory for what is read on the way, kept for the next call.
+      readers: threads that read and decode, each a piece at a time.
 
     Returns:
       How many bytes of stored arrays were read.
@@ -122,10 +154,10 @@ def fill(saves: Sequence[StoredSave], targets: Targets, progress: Progress | Non
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    scratch = Staging(_SCRATCH_BYTES)
-    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-read") as pool:
+    scratch = scratch or Staging(_SCRATCH_BYTES)
+    with concurrent.futures.ThreadPoolExecutor(readers, "deltackpt-read") as pool:
         try:
-            work = list(pool.map(lambda save: pieces(save, targets), saves))
+            work = list(pool.map(lambda save: pieces(save, targets, numbers), saves))
             _check_covered(saves[0], targets, work[0])
             meter = _Meter(sum(piece.nbytes for found in work for piece in found), progress)
             for found in work:
@@ -234,6 +266,12 @@ class Targets:
         low = bisect.bisect_right(found, rows[0], key=lambda one: one.rows[1])
         high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
         return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
+
+    def want(self, segment: Segment, rows: Span) -> bool:
+        """Whether there are any over rows of a segment, of whichever of its fields."""
+        return any(
+            self.over(segment.group, field, rows, segment.columns) for field in segment.fields
+        )
 
     def touch(self, cover: Cover) -> bool:
         """Whether a part with such rows may hold any of them: no work for each of its tables."""
@@ -417,8 +455,15 @@ class _StoredField:
         self.part.read_array(self.segment, entry, start, stop, out)
 
 
-def pieces(save: StoredSave, targets: Targets) -> list[Piece]:
+def pieces(
+    save: StoredSave, targets: Targets, numbers: RowNumbers | None = None
+) -> list[Piece]:
     """The work of one save, in pieces of different rows.
+
+    Args:
+      save: of a chain.
+      targets: what is wanted of it.
+      numbers: as for ``fill``.
 
     Raises:
       Damaged: a manifest, or row numbers, are missing or altered.
@@ -426,32 +471,33 @@ def pieces(save: StoredSave, targets: Targets) -> list[Piece]:
     found = []
     for part in save.parts(targets.touch):
         for segment in part.record.segments:
-            rows = _rows(part, segment, targets)
-            if rows is None:
+            held = (numbers or stored_rows)(part, segment, targets)
+            if held is None:
                 continue
             for field in segment.fields:
                 spec = segment.spec(part.groups[segment.group], field)
-                found += _field_pieces(_StoredField(part, segment, spec), rows, targets)
+                found += _field_pieces(_StoredField(part, segment, spec), held, targets)
     return found
 
 
-def _field_pieces(stored: _StoredField, rows: Rows, targets: Targets) -> Iterator[Piece]:
+def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Iterator[Piece]:
+    rows, first = held
     chunk_rows = stored.stored[""].chunk_rows
     segment, field = stored.segment, stored.spec.name
 
     def over(part: Rows) -> tuple[Target, ...]:
-        return targets.over(segment.group, field, _reach(part), segment.columns)
+        return targets.over(segment.group, field, reach(part), segment.columns)
 
     wanted = [blocks.row_slice(rows, *target.rows) for target in over(rows)]
-    for start, stop in blocks.joined((span.start, span.stop) for span in wanted):
+    for start, stop in blocks.joined((first + span.start, first + span.stop) for span in wanted):
         while start < stop:
             end = min(stop, (start // chunk_rows + 1) * chunk_rows)
-            part = rows[start:end]
+            part = rows[start - first : end - first]
             yield Piece(stored, part, start, end, over(part))
             start = end
 
 
-def _reach(rows: Rows) -> Span:
+def reach(rows: Rows) -> Span:
     """From the first to the last of some rows."""
     if isinstance(rows, Ranges):
         return rows.spans[0][0], rows.spans[-1][1]
@@ -472,23 +518,21 @@ def _check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) ->
         wanted = (target.rows[1] - target.rows[0]) * (columns[1] - columns[0])
         if found[id(target)] != wanted:
             raise Damaged(
-                f"{base.step_dir.name}/{base.item}",
+                base.name,
                 f"a base with {wanted} cells of {target.group}.{target.field}, rows {target.rows}",
                 f"{found[id(target)]}",
             )
 
 
-def _rows(part: StoredPart, segment: Segment, targets: Targets) -> Rows | None:
+def stored_rows(part: StoredPart, segment: Segment, targets: Targets) -> HeldRows | None:
     """The rows of a segment, checked against its group; None where none of them is wanted."""
     total = part.groups[segment.group].rows
     if segment.ranges is not None:
-        return blocks.rows_of(segment.ranges)
-    if not any(
-        targets.over(segment.group, field, (0, total), segment.columns) for field in segment.fields
-    ):
+        return HeldRows(blocks.rows_of(segment.ranges))
+    if not targets.want(segment, (0, total)):
         return None
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
     out = np.empty(entry.shape, np.dtype(entry.dtype))
     part.read_array(segment, entry, 0, entry.shape[0], out)
     name = "/".join(part.directory(segment, entry).parts[-5:])
-    return gaps.decode_gaps(out, total_rows=total, name=name)
+    return HeldRows(gaps.decode_gaps(out, total_rows=total, name=name))

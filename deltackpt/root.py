@@ -27,13 +27,14 @@ import dataclasses
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deltackpt import layout, manifest, stored
+from deltackpt import chain, layout, manifest, stored
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     Damaged,
@@ -44,6 +45,7 @@ from deltackpt.errors import (
     UnsupportedRoot,
 )
 from deltackpt.integrity import check_step_files
+from deltackpt.manifest import SaveId
 from deltackpt.storage import files
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
@@ -73,6 +75,9 @@ class Root:
         self._item = item
         self._lease = lease
         self._known: dict[str, SaveInfo] = {}
+        self._bases: dict[tuple[str, int], SaveInfo] = {}
+        #: The training thread asks about saves, and the collector does.
+        self._lock = threading.Lock()
         self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collected.set_result(None)
         self._collector = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-collect")
@@ -136,16 +141,33 @@ class Root:
 
         Committed steps never change, so each is read once.
         """
-        steps = {str(step): step for step in self.steps()}
-        self._known = {name: info for name, info in self._known.items() if name in steps}
-        found: dict[int, SaveInfo | None] = {}
-        for name, step in steps.items():
-            if name not in self._known:
-                # Removed while it is read, or damaged: it stays unknown.
-                with contextlib.suppress(RestoreError, OSError):
-                    self._known[name] = stored.read_save(self.path / name, self._item).info
-            found[step] = self._known.get(name)
-        return found
+        with self._lock:
+            steps = {str(step): step for step in self.steps()}
+            self._known = {name: info for name, info in self._known.items() if name in steps}
+            found: dict[int, SaveInfo | None] = {}
+            for name, step in steps.items():
+                if name not in self._known:
+                    # Removed while it is read, or damaged: it stays unknown.
+                    with contextlib.suppress(RestoreError, OSError):
+                        self._known[name] = stored.read_save(self.path / name, self._item).info
+                found[step] = self._known.get(name)
+            return found
+
+    def compacted(self) -> frozenset[SaveId]:
+        """Saves for which a compacted base stands whose manifest can be read."""
+        return frozenset(info.save_id for info in self._compacted().values())
+
+    def _compacted(self) -> dict[str, SaveInfo]:
+        """Compacted bases by the names of their steps; each is read once."""
+        with self._lock:
+            bases = stored.compacted_bases(self.path, self._item)
+            self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
+            for key in bases.items():
+                if key not in self._bases:
+                    with contextlib.suppress(RestoreError, OSError):
+                        found = stored.read_base(self.path / key[0], self._item)
+                        self._bases[key] = found.info
+            return {name: info for (name, _), info in self._bases.items()}
 
     def check_step_files(self, step_dir: Path, share: tuple[int, int] = (0, 1)) -> None:
         """Checks the files of a step that carry no checksum of their own, dense ones included.
@@ -208,13 +230,27 @@ class Root:
             # A trainer that has lost the directory must not move the steps of its successor.
             self.check_lease()
             files.rename(self.step_dir(found), aside / str(found), fsync=True)
-            self._known.pop(str(found), None)
+            with self._lock:
+                self._known.pop(str(found), None)
+        self._move_bases_aside(step, aside)
         warnings.warn(
             f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
             f"to {layout.ROLLED_BACK}/{run}",
             stacklevel=4,
         )
         return later
+
+    def _move_bases_aside(self, step: int, aside: Path) -> None:
+        """Compacted bases of later steps go with these, so that they stay whole."""
+        bases = stored.compacted_bases(self.path, self._item)
+        for name in bases:
+            if _STEP.fullmatch(name) and int(name) > step:
+                target = layout.compacted_dir(aside / name, self._item)
+                with files.typed_errors(target, "make a directory"):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                files.rename(
+                    layout.compacted_dir(self.step_dir(int(name)), self._item), target, fsync=True
+                )
 
     def remove_leftovers(self) -> None:
         """Removes what cut saves and cut deletions left; nothing unless the lease is held.
@@ -255,11 +291,50 @@ class Root:
         for entry in removed:
             files.remove_tree(entry)
 
-    def collect(self) -> None:
-        """Empties the trash in the background; a failure surfaces at the next call or close."""
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """Removes in the background what nothing needs; a failure surfaces at the next call.
+
+        That is what was renamed for deletion, and compacted bases in which no chain ends.
+
+        Args:
+          protected: saves in flight, and possible parents; ``Lineage.protected``.
+        """
         if self._lease is not None and self._collected.done():
             self._collected.result()
-            self._collected = self._collector.submit(self.empty_trash)
+            self._collected = self._collector.submit(self._collect, protected)
+
+    def _collect(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        bases = self._compacted()
+        if bases:
+            # Asked for after the bases were listed: a save that goes on from one of them is
+            # committed or in flight by now, or was not begun.
+            in_flight, saves = protected(), self.saves().values()
+            infos = [info for info in saves if info is not None]
+            if len(infos) == len(saves):
+                self._drop_bases(bases, infos, in_flight)
+        self.empty_trash()
+
+    def _drop_bases(
+        self,
+        bases: Mapping[str, SaveInfo],
+        infos: Sequence[SaveInfo],
+        in_flight: frozenset[SaveId],
+    ) -> None:
+        ids = {info.save_id for info in bases.values()}
+        needed = chain.needed_bases(infos, in_flight, ids)
+        dropped = [name for name, info in bases.items() if info.save_id not in needed]
+        if not dropped:
+            return
+        with contextlib.suppress(FencedError):
+            self.check_lease()
+            trash = self.path / self.new_trash()
+            with files.typed_errors(trash, "make a directory"):
+                trash.mkdir(parents=True)
+            for name in dropped:
+                base = layout.compacted_dir(self.path / name, self._item)
+                files.rename(base, trash / name, fsync=True)
+                with contextlib.suppress(OSError):  # Another item of the step has a base.
+                    base.parent.rmdir()
 
     def close(self) -> None:
         """Finishes deletions. The lease stays: the next trainer takes the next epoch."""
@@ -313,7 +388,14 @@ def _refuse_foreign(path: Path) -> None:
 def _is_known(name: str) -> bool:
     """Whether deltackpt, Orbax or mkfs makes such a name in a root."""
     return (
-        name in (layout.ROLLED_BACK, layout.TRASH, "lost+found", "_CHECKPOINT_METADATA")
+        name
+        in (
+            layout.ROLLED_BACK,
+            layout.TRASH,
+            layout.COMPACTED,
+            "lost+found",
+            "_CHECKPOINT_METADATA",
+        )
         or layout.lease_epoch(name) is not None
         or _STEP.fullmatch(name) is not None
         or _LEFTOVER.fullmatch(name) is not None

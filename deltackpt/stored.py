@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import google_crc32c
 import numpy as np
@@ -23,6 +26,7 @@ from deltackpt.errors import (
     RestoreError,
     StepGone,
     StepNotFound,
+    TemplateMismatch,
 )
 from deltackpt.events import TableFigures
 from deltackpt.manifest import (
@@ -33,6 +37,7 @@ from deltackpt.manifest import (
     GroupEntry,
     Layout,
     Manifest,
+    SaveId,
     Segment,
     TableEntry,
 )
@@ -41,21 +46,39 @@ from deltackpt.storage.arrays import ChunkSums
 
 _GONE_CHECKS = 5
 _GONE_INTERVAL_SECS = 0.1
+#: How often a chain is sought anew beside trainers and compactors that go on replacing it.
+_MOST_CHAINS = 8
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredSave:
-    """A committed save; ``head`` is the manifest of process 0, the others are read when needed."""
+    """A committed save, or the compacted base that stands for it.
+
+    Attributes:
+      info: what chains need to know of it; of a compacted base the save id is that of the save.
+      step_dir: its step directory, which may be gone where a compacted base stands for it.
+      item: name of our item.
+      item_dir: where its manifests and arrays are.
+      head: the manifest of process 0; the others are read when needed.
+    """
 
     info: SaveInfo
     step_dir: Path
     item: str
+    item_dir: Path
     head: Manifest
 
     @property
-    def item_dir(self) -> Path:
-        """Directory of our item in the step."""
-        return self.step_dir / self.item
+    def name(self) -> str:
+        """Where it is below the root."""
+        return self.item_dir.relative_to(self.step_dir.parent).as_posix()
+
+    @property
+    def compacted(self) -> bool:
+        """Whether it is a compacted base."""
+        return self.item_dir != self.step_dir / self.item
 
     def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
         """The parts with rows that are wanted, by process; all of them by default.
@@ -89,11 +112,11 @@ class StoredSave:
             data = files.read_bytes(self.item_dir / name)
             expected = self.head.parts[process].crc32c
             if (found := google_crc32c.value(data)) != expected:
-                shown = f"{self.step_dir.name}/{self.item}/{name}"
+                shown = f"{self.name}/{name}"
                 raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
-            record = manifest.from_bytes(data, name=f"{self.step_dir.name}/{self.item}/{name}")
+            record = manifest.from_bytes(data, name=f"{self.name}/{name}")
             groups = self.head.group_by_name
-            _check_codecs(record, groups, f"{self.step_dir.name}/{self.item}/{name}")
+            _check_codecs(record, groups, f"{self.name}/{name}")
             self._read[process] = StoredPart(self.item_dir, record, groups)
         return self._read[process]
 
@@ -121,7 +144,7 @@ class StoredPart:
     """What one process wrote of a save.
 
     Attributes:
-      item_dir: directory of our item in the step.
+      item_dir: where the save's manifests and arrays are.
       record: its manifest.
       groups: the save's groups by name.
     """
@@ -175,10 +198,61 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
             f"{sorted(path.name for path in step_dir.iterdir())}; check the directory and the "
             "item's name, or restore it with the library that wrote it"
         )
-    name = f"{step_dir.name}/{item}/{layout.manifest_name(0)}"
-    head = manifest.from_bytes(
-        files.read_bytes(item_dir / layout.manifest_name(0), name), name=name
-    )
+    return _read_save(step_dir, item, item_dir)
+
+
+def read_compacted(
+    step_dir: Path, save_id: SaveId, item: str = layout.EMBEDDINGS_ITEM
+) -> StoredSave | None:
+    """Reads and checks the compacted base that stands for a save.
+
+    Args:
+      step_dir: directory of the save, which may be gone.
+      save_id: of the save; a base left by another save of the same step stands for nothing.
+      item: name of our item.
+
+    Returns:
+      The base; None where there is none.
+
+    Raises:
+      Damaged, FormatTooNew: as ``read_save``.
+    """
+    item_dir = layout.compacted_dir(step_dir, item)
+    if not item_dir.is_dir():
+        return None
+    try:
+        save = read_base(step_dir, item)
+    except RestoreError:
+        if not item_dir.is_dir():  # It was removed meanwhile.
+            return None
+        raise
+    return save if save.info.save_id == save_id else None
+
+
+def read_base(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
+    """Reads and checks the compacted base of a step, whichever save it stands for.
+
+    Raises:
+      Damaged, FormatTooNew: as ``read_save``.
+    """
+    return _read_save(step_dir, item, layout.compacted_dir(step_dir, item))
+
+
+def compacted_bases(root: Path, item: str = layout.EMBEDDINGS_ITEM) -> dict[str, int]:
+    """Names of the steps that have a compacted base, each with the inode of its directory."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for step in (root / layout.COMPACTED).iterdir():
+            if not layout.is_compaction(step.name):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found[step.name] = (step / item).stat().st_ino
+    return found
+
+
+def _read_save(step_dir: Path, item: str, item_dir: Path) -> StoredSave:
+    path = item_dir / layout.manifest_name(0)
+    name = path.relative_to(step_dir.parent).as_posix()
+    head = manifest.from_bytes(files.read_bytes(path, name), name=name)
     chain.check_index(head)
     _check_codecs(head, head.group_by_name, name)
     info = SaveInfo(
@@ -188,7 +262,7 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
         step_dir=step_dir.name,
         nbytes=head.nbytes,
     )
-    return StoredSave(info, step_dir, item, head)
+    return StoredSave(info, step_dir, item, item_dir, head)
 
 
 def _check_codecs(record: Manifest, groups: Mapping[str, GroupEntry], name: str) -> None:
@@ -259,30 +333,121 @@ def _figures(
     )
 
 
-def read_chain(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> tuple[StoredSave, ...]:
+def read_chain(
+    step_dir: Path, item: str = layout.EMBEDDINGS_ITEM, *, compacted: bool = True
+) -> tuple[StoredSave, ...]:
     """The saves that restoring a step reads, base first.
+
+    Args:
+      step_dir: the step.
+      item: name of our item in it.
+      compacted: whether a compacted base may stand for the saves that it replaces. One whose
+        manifest is damaged is passed over, with a warning, where those still stand.
 
     Raises:
       StepNotFound, ForeignDirectory, Damaged: as ``read_save``.
       BrokenChain: a parent is missing or is another save than the one named.
       StepGone: the step was removed meanwhile.
     """
+    for _ in range(_MOST_CHAINS):
+        before = compacted_bases(step_dir.parent, item)
+        try:
+            return _walked(step_dir, item, lambda path: compacted)
+        except RestoreError as error:
+            # What is missing may have been replaced by a base after it had been looked for.
+            if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
+                if isinstance(error, BrokenChain):
+                    raise_if_removed((read_save(step_dir, item),), error)
+                raise
+    raise StepGone(
+        f"step directory {step_dir}: expected a chain that stays while it is read, found it "
+        f"replaced {_MOST_CHAINS} times; try again"
+    )
+
+
+def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
+    """Reads a chain; where it does not hold, reads another one to the same step.
+
+    A compacted base that is damaged is passed over where what it replaced still stands, and a
+    chain that compaction and retention replaced meanwhile is read through its new base.
+
+    Args:
+      saves: a chain of ``read_chain``.
+      read: reads a chain as a whole; called again with another one.
+
+    Raises:
+      RestoreError: what ``read`` raised of the last chain.
+    """
+    unusable: set[Path] = set()
+    for _ in range(_MOST_CHAINS):
+        try:
+            return read(saves)
+        except (FormatTooNew, TemplateMismatch):
+            raise
+        except RestoreError as error:
+            if saves[0].compacted:
+                unusable.add(saves[0].item_dir)
+            other = _other_chain(saves, unusable)
+            if other is None:
+                raise
+            warnings.warn(
+                f"step {saves[-1].info.step_dir}: reading it through {saves[0].name} failed "
+                f"({error}); it is read through {other[0].name} instead",
+                stacklevel=3,
+            )
+            saves = other
+    return read(saves)
+
+
+def _other_chain(saves: Sequence[StoredSave], unusable: set[Path]) -> tuple[StoredSave, ...] | None:
+    """Another chain to the same save; None where there is none."""
+    target = saves[-1]
+    try:
+        found = _walked(target.step_dir, target.item, lambda path: path not in unusable)
+    except RestoreError:
+        return None
+    same = [save.item_dir for save in found] == [save.item_dir for save in saves]
+    return None if same or found[-1].info.save_id != target.info.save_id else found
+
+
+def _walked(step_dir: Path, item: str, usable: Callable[[Path], bool]) -> tuple[StoredSave, ...]:
+    """The chain of a step as it stands now; ``usable`` says which compacted bases may be in it."""
+    damaged: list[RestoreError] = []
+
+    def compacted(where: Path, save_id: SaveId) -> StoredSave | None:
+        if not usable(layout.compacted_dir(where, item)):
+            return None
+        try:
+            return read_compacted(where, save_id, item)
+        except RestoreError as error:
+            damaged.append(error)
+            return None
+
     saves: dict[str, StoredSave] = {}
-    target = current = read_save(step_dir, item)
+    own = read_save(step_dir, item)
+    target = current = compacted(step_dir, own.info.save_id) or own
     try:
         while True:
             saves[current.step_dir.name] = current
             parent = current.info.parent
             if parent is None or parent.step_dir in saves:
                 break
-            current = read_save(step_dir.parent / parent.step_dir, item)
+            where = step_dir.parent / parent.step_dir
+            current = compacted(where, parent.save_id) or read_save(where, item)
     except StepNotFound:
         pass  # restore_chain names what is missing.
     try:
         infos = chain.restore_chain(target.info, {name: save.info for name, save in saves.items()})
     except BrokenChain as error:
-        raise_if_removed((target,), error)
+        if damaged:
+            raise damaged[-1] from error
         raise
+    for error in damaged:
+        warnings.warn(
+            f"step {step_dir.name}: a compacted base in its chain is passed over, it is not "
+            f"intact: {error}",
+            stacklevel=4,
+        )
     return tuple(saves[info.step_dir] for info in infos)
 
 

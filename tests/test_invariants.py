@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The invariants, against a model that keeps every state in memory.
 
-Random sequences of marks, saves, failed writes, abandoned processes, rollbacks, retention and
-restores: whatever happens, each committed step restores to the state that was given to it, the
-newest committed step is the one that restores, and kept steps keep their chains.
+Random sequences of marks, saves, failed writes, abandoned processes, rollbacks, retention,
+compactions and restores: whatever happens, each committed step restores to the state that was
+given to it, the newest committed step is the one that restores, and kept steps keep their chains.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import warnings
@@ -26,7 +27,8 @@ from hypothesis.stateful import (
 )
 
 import deltackpt
-from deltackpt.errors import DeltackptError, SaveFailed
+from deltackpt import compact
+from deltackpt.errors import DeltackptError, SaveFailed, StepGone
 from deltackpt.storage import arrays
 
 POLICIES = (
@@ -44,11 +46,16 @@ class ManagerMachine(RuleBasedStateMachine):
         retention=st.sampled_from([None, 1, 2]),
         staging_bytes=st.sampled_from([1, 1 << 24]),
         codec=st.sampled_from(["raw", "raw", "lossless", "adaptive4", "bf16"]),
+        bases=st.sampled_from(["periodic", "compacted"]),
     )
-    def start(self, policy, retention, staging_bytes, codec):
+    def start(self, policy, retention, staging_bytes, codec, bases):
         self.root = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.options = deltackpt.ManagerOptions(
-            policy=policy, retention=retention, staging_bytes=staging_bytes, durability="process"
+            policy=policy,
+            bases=bases,
+            retention=retention,
+            staging_bytes=staging_bytes,
+            durability="process",
         )
         self.codec = codec
         self.saved: dict[int, dict] = {}
@@ -113,6 +120,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.saved[self.step] = self.state
             except SaveFailed as error:
                 assert str(self.step) in str(error)
+
+    @precondition(lambda self: hasattr(self, "manager") and len(self.saved) > 0)
+    @rule(data=st.data(), workers=st.integers(1, 2))
+    def compact(self, data, workers):
+        """Beside a save in flight, like anybody."""
+        step = data.draw(st.sampled_from(self.manager.all_steps()))
+        with contextlib.suppress(StepGone):
+            compact.compact(self.root, step=step, workers=workers)
 
     @rule()
     def crash_and_restart(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import orbax.checkpoint as ocp
 
@@ -32,6 +32,8 @@ class KeepChain:
       inner: the user's policy.
       protected: saves that must stay whatever the policy says; ``Lineage.protected``.
       saves: what each committed step is, None where it cannot be read; ``Root.saves``.
+      compacted: saves for which a compacted base stands, so that what it replaced may go;
+        ``Root.compacted``.
       deletes: whether this process deletes; on the others the answer only keeps Orbax's list of
         steps short, and costs nothing.
     """
@@ -39,6 +41,7 @@ class KeepChain:
     inner: PreservationPolicy
     protected: Callable[[], frozenset[SaveId]]
     saves: Callable[[], Mapping[int, SaveInfo | None]]
+    compacted: Callable[[], Collection[SaveId]] = frozenset
     deletes: bool = True
 
     def should_preserve(
@@ -70,7 +73,7 @@ class KeepChain:
             for checkpoint, stays in zip(checkpoints, wanted, strict=True)
             if stays and checkpoint.step in infos
         ]
-        live = chain.live_set(keep, infos.values(), self.protected())
+        live = chain.live_set(keep, infos.values(), self.protected(), self.compacted())
         return [
             stays or checkpoint.step not in infos or infos[checkpoint.step].save_id in live
             for checkpoint, stays in zip(checkpoints, wanted, strict=True)

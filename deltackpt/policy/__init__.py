@@ -7,6 +7,7 @@ from deltackpt.policy.base_or_delta import (
     Decision,
     History,
     Intermittent,
+    LeftToCompaction,
     OneShot,
 )
 from deltackpt.policy.bit_width import CHECK_N_RUN, MEASURED, BitWidthPolicy, Choice
@@ -25,6 +26,7 @@ __all__ = [
     "Decision",
     "History",
     "Intermittent",
+    "LeftToCompaction",
     "OneShot",
     "WhenExceeded",
     "advise_interval",

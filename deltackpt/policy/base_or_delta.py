@@ -138,6 +138,53 @@ class Intermittent(_Bounded):
         return _since_base("a new base would not pay yet", history)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeftToCompaction:
+    """Leaves the bases of another policy to compaction, as long as there is any.
+
+    A delta takes the place of each base, until the saves since the base are ``patience`` times
+    what the policy's bounds allow (those of ``Consecutive`` where it has none): then nobody
+    compacts, and the save is a base.
+
+    Attributes:
+      policy: the other policy.
+      patience: how many times its bounds.
+    """
+
+    policy: BaseOrDelta
+    patience: int = 4
+
+    def decide(self, history: History) -> Decision:
+        """See ``BaseOrDelta``."""
+        bounds = self.policy if isinstance(self.policy, _Bounded) else Consecutive()
+        saves = max(len(history.delta_bytes), history.chain_length)
+        most_saves = self.patience * bounds.max_chain
+        most_bytes = self.patience * bounds.max_restore_ratio * history.base_bytes
+        if saves >= most_saves or history.chain_bytes > most_bytes:
+            return _base(
+                f"nothing has been compacted for {saves} saves, a restore reads "
+                f"{history.chain_bytes:,} bytes; the bounds are {most_saves} saves and "
+                f"{most_bytes:,.0f} bytes"
+            )
+        decision = self.policy.decide(history)
+        if decision.kind == "delta":
+            return decision
+        # What the policy would take its first delta against.
+        fresh = History(
+            base_bytes=history.base_bytes,
+            delta_bytes=(),
+            chain_length=0,
+            chain_bytes=history.base_bytes,
+        )
+        parent = self.policy.decide(fresh).parent
+        if parent is None:
+            return decision
+        reason = decision.reason.removeprefix("base: ")
+        return Decision(
+            kind="delta", parent=parent, reason=f"delta: a base is left to compaction: {reason}"
+        )
+
+
 def _anchor_bytes(history: History) -> int:
     return history.anchor_chain_bytes or history.base_bytes
 

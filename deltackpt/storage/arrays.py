@@ -69,7 +69,7 @@ def array_entry(
       dtype: a core dtype of Zarr v3.
       zstd: whether chunks are compressed.
       byte_planes: whether chunks are compressed with their last axis first.
-      chunk_rows: rows of a chunk, to match those of another array.
+      chunk_rows: rows of a chunk, where it is not for this function to choose.
     """
     if chunk_rows is None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -98,7 +98,14 @@ def write_array(
 class ArrayWriter:
     """Writes a new array piece by piece; only chunks of several pieces are copied."""
 
-    def __init__(self, directory: Path, entry: ArrayEntry, *, fsync: bool):
+    def __init__(
+        self,
+        directory: Path,
+        entry: ArrayEntry,
+        *,
+        fsync: bool,
+        in_flight: int = _WRITES_IN_FLIGHT,
+    ):
         """Makes the array.
 
         Args:
@@ -106,12 +113,14 @@ class ArrayWriter:
           entry: what the array is.
           fsync: whether every file of the array, and its name, is on disk before ``finish``
             returns.
+          in_flight: most chunks on their way to the disk, each in memory of its own.
 
         Raises:
           StorageError: the store refused.
         """
         self._directory = directory
         self._entry = entry
+        self._in_flight = in_flight
         self._done = 0
         #: The first ``held`` rows of a chunk that comes in several pieces.
         self._chunk: np.ndarray | None = None
@@ -184,7 +193,7 @@ class ArrayWriter:
 
     def _write_chunk(self, chunk: np.ndarray) -> None:
         with _refusals(self._directory):
-            if len(self._writes) == _WRITES_IN_FLIGHT:
+            if len(self._writes) == self._in_flight:
                 self._writes.popleft().result()
             if not self._entry.compressed:
                 number = self._done // self._entry.chunk_rows

@@ -18,19 +18,25 @@ def encode_gaps(rows: np.ndarray) -> np.ndarray:
     return gaps.astype(np.uint64 if wide else np.uint32)
 
 
-def decode_gaps(gaps: np.ndarray, *, total_rows: int, name: str) -> np.ndarray:
+def decode_gaps(
+    gaps: np.ndarray, *, total_rows: int, name: str, after: int | None = None
+) -> np.ndarray:
     """Rows, (n,) int64 ascending.
 
     Args:
-      gaps: what ``encode_gaps`` gave.
+      gaps: what ``encode_gaps`` gave, or a part of it.
       total_rows: rows of the virtual table.
       name: how errors name the array.
+      after: the row before the part; None for the first.
 
     Raises:
       Damaged: the gaps are not those of sorted unique rows of the table.
     """
     rows = np.cumsum(gaps, dtype=np.int64)
-    if gaps.size and (np.any(gaps[1:] == 0) or rows[-1] >= total_rows or rows.min() < 0):
+    if after is not None:
+        rows += after
+    steps = gaps if after is not None else gaps[1:]
+    if gaps.size and (np.any(steps == 0) or rows[-1] >= total_rows or rows.min() < 0):
         raise Damaged(
             name, f"ascending rows below {total_rows}", f"{gaps.size} gaps up to row {rows[-1]}"
         )

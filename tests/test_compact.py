@@ -1,0 +1,659 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction: the state stays bit for bit, whatever is cut, damaged, removed or run beside it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import jax.numpy as jnp
+import model
+import numpy as np
+import pytest
+import test_meshes
+from test_meshes import P, Topology
+
+import deltackpt
+from deltackpt import compact, integrity, layout, reader, stored
+from deltackpt.errors import (
+    AlreadyCompacting,
+    BrokenChain,
+    Damaged,
+    OptionError,
+    OutOfSpace,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+)
+from deltackpt.reader import RestoredTables
+from deltackpt.storage import arrays
+
+MEMORY_BYTES = 64 << 20
+
+
+def manager(root: Path, *, codec="raw", slot_codec="raw", always=(), **options):
+    tables = deltackpt.Tables(
+        select=model.SELECT,
+        slots=model.SLOTS,
+        always=always,
+        codec=codec,
+        slot_codec=slot_codec,
+    )
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": tables},
+        options=deltackpt.ManagerOptions(durability="process", **options),
+    )
+
+
+def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dict[int, dict]:
+    """Saves a base and deltas, the third of which touches no row; what each step was given."""
+    state = model.initial()
+    touched = model.new_touched(state)
+    states = {}
+    with manager(root, **options) as one:
+        for step in range(steps):
+            one.save(step, state, touched=touched)
+            states[step] = state
+            state, touched = model.train(state, touched, step, rows=0 if step == 2 else rows)
+        one.wait()
+    return states
+
+
+def contents(root: Path, step: int, **kwargs) -> dict[tuple[str, str], bytes]:
+    """All bytes of all fields of a step."""
+    return of(reader.restore_tables(stored.read_chain(root / str(step), **kwargs)))
+
+
+def of(found: RestoredTables) -> dict[tuple[str, str], bytes]:
+    return {
+        (table, field): array.tobytes()
+        for table, fields in found.fields.items()
+        for field, array in fields.items()
+    }
+
+
+def chain(root: Path, step: int) -> list[str]:
+    return [save.name for save in stored.read_chain(root / str(step))]
+
+
+def fold(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | None:
+    return compact.compact(root, step=step, **{"memory_bytes": MEMORY_BYTES, **kwargs})
+
+
+def leftovers(root: Path) -> list[str]:
+    return [name for name in os.listdir(root / layout.COMPACTED) if layout.is_compaction(name)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codec": "lossless", "slot_codec": "lossless"},
+        {"codec": "adaptive4", "slot_codec": "bf16"},
+        {"codec": "int8"},
+        {"always": ("accumulator",)},
+        {"policy": deltackpt.OneShot()},
+    ],
+    ids=str,
+)
+def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
+    states = write_chain(tmp_path, **options)
+    before = {step: contents(tmp_path, step) for step in states}
+    done = fold(tmp_path, 3)
+    assert done is not None and (done.step, done.save_id.step) == (3, 3)
+    assert done.deltas == len(stored.read_chain(tmp_path / "3", compacted=False)) - 1
+    assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
+    assert {step: contents(tmp_path, step) for step in states} == before
+    assert contents(tmp_path, 3, compacted=False) == before[3]
+    assert leftovers(tmp_path) == []
+    with manager(tmp_path, read_only=True) as one:
+        found = one.restore(3, states[3])
+        assert found.chain == (3,)
+        model.assert_same_or_decoded(found.state, states[3], options.get("codec", "raw")) if (
+            "slot_codec" not in options or options["slot_codec"] == "lossless"
+        ) else None
+
+
+def test_a_step_that_is_a_base_alone_needs_no_compaction(tmp_path):
+    write_chain(tmp_path)
+    assert fold(tmp_path, 0) is None
+    assert fold(tmp_path, 4) is not None
+    assert fold(tmp_path, 4) is None
+    assert fold(tmp_path, 3) is not None, "an older step of the same chain"
+
+
+def test_a_compacted_base_is_folded_again_with_later_deltas(tmp_path):
+    states = write_chain(tmp_path, 6, codec="adaptive4")
+    before = contents(tmp_path, 5)
+    fold(tmp_path, 2)
+    for step in (0, 1, 2):
+        shutil.rmtree(tmp_path / str(step))
+    assert chain(tmp_path, 5)[0] == "compacted/2/embeddings"
+    assert fold(tmp_path, 5).deltas == 3
+    shutil.rmtree(tmp_path / "compacted" / "2")
+    assert contents(tmp_path, 5) == before
+    assert len(states) == 6
+
+
+def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path):
+    write_chain(tmp_path, codec="adaptive4", slot_codec="lossless", rows=400)
+    before = contents(tmp_path, 4)
+    planned = compact.plan(tmp_path, parts=5)
+    assert planned is not None and planned.nbytes == 700 * 36 + 300 * 36 + 5 * 20
+    planned = pickle.loads(pickle.dumps(planned))
+    spans = [span for part in planned.parts for span in part]
+    assert sum(stop - start for _, (start, stop) in spans) == 1005
+    with (
+        mock.patch.object(compact, "_LEAST_BYTES", 1 << 10),
+        mock.patch.object(compact, "_compressed_bytes", lambda *given: 0),
+        mock.patch.object(arrays, "CHUNK_BYTES", 512),
+        compact.exclusive(tmp_path),
+    ):
+        for number, memory_bytes in enumerate((2 << 10, 4 << 10, 16 << 10, 1 << 20, 1 << 26)):
+            seen: list[tuple[int, int]] = []
+            folded = compact.fold(
+                planned,
+                number,
+                memory_bytes=memory_bytes,
+                progress=lambda *found, seen=seen: seen.append(found),
+            )
+            assert seen[-1][0] == seen[-1][1] > 0
+            assert folded.bytes_read > 0
+            again = compact.fold(planned, number, memory_bytes=memory_bytes)
+            assert again == compact.Folded(bytes_read=0, bytes_written=folded.bytes_written)
+        assert contents(tmp_path, 4) == before and len(chain(tmp_path, 4)) == 5
+        compact.publish(planned)
+        compact.publish(planned)
+    shutil.rmtree(planned.workspace)
+    assert chain(tmp_path, 4) == ["compacted/4/embeddings"]
+    assert contents(tmp_path, 4) == before
+    [base] = stored.read_chain(tmp_path / "4")
+    assert base.head.process_count == 5 and "parts" in base.head.features
+    for record in base.manifests:
+        assert (
+            integrity.check(base.item_dir, integrity.read_item_digests(base.item_dir, record)) == []
+        )
+
+
+@pytest.mark.parametrize("savers", [1, 4])
+@pytest.mark.parametrize("spec", [P("x"), P("y", "x")], ids=["rows", "columns too"])
+def test_what_several_processes_saved_compacts(tmp_path, savers, spec):
+    topology = Topology(
+        (4, 2),
+        0,
+        dict.fromkeys(test_meshes.ROWS, spec),
+        dict.fromkeys(test_meshes.ROWS, P(spec[0])),
+    )
+    job, states = test_meshes.Job(savers), [test_meshes.initial()]
+    with job.running():
+        run = test_meshes.Run(job, topology, tmp_path)
+        run.save(0, states[0])
+        for step in (1, 2, 3):
+            state, ids = test_meshes.trained(states[-1], step)
+            run.mark(ids)
+            states.append(state)
+            found = run.save(step, state)
+            assert not [one for one in found if isinstance(one, Exception)]
+    assert fold(tmp_path, 2, workers=3).deltas == 2
+    assert len(stored.read_chain(tmp_path / "3")) == 2
+    for step, state in enumerate(states):
+        test_meshes.assert_restores(tmp_path, step, test_meshes.Job(2), topology, state)
+
+
+def test_tables_of_other_dtypes_compact(tmp_path):
+    state = {
+        "tables": {
+            "half": jnp.arange(48, dtype=jnp.bfloat16).reshape(12, 4),
+            "ints": jnp.arange(30, dtype=jnp.int32).reshape(10, 3),
+        }
+    }
+    touched = deltackpt.touched.init({f"tables/{n}": leaf for n, leaf in state["tables"].items()})
+    tables = deltackpt.Tables(select="tables/*")
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as one:
+        one.save(0, state, touched=touched)
+        state["tables"]["half"] = state["tables"]["half"].at[3].set(-0.0)
+        touched = deltackpt.touched.mark(touched, {"tables/half": jnp.array([3])})
+        one.save(1, state, touched=touched)
+        one.wait()
+        before = contents(tmp_path, 1)
+        assert fold(tmp_path, 1) is not None
+        assert contents(tmp_path, 1) == before
+        assert one.restore(1, state).chain == (1,)
+
+
+# One at a time, nothing half-published.
+
+
+def test_a_second_compactor_is_refused_and_a_reader_is_not(tmp_path):
+    states = write_chain(tmp_path)
+    with compact.exclusive(tmp_path):
+        with pytest.raises(AlreadyCompacting, match="held by another process"):
+            fold(tmp_path)
+        assert len(chain(tmp_path, 4)) == len(states)
+    assert fold(tmp_path) is not None
+
+
+def test_what_cannot_be_compacted_is_a_typed_error(tmp_path):
+    with pytest.raises(StepNotFound):
+        fold(tmp_path / "nowhere")
+    with pytest.raises(StepNotFound, match="committed steps"):
+        fold(tmp_path)
+    write_chain(tmp_path / "root")
+    with pytest.raises(StepNotFound):
+        fold(tmp_path / "root", 99)
+    with pytest.raises(OptionError, match="at least"):
+        fold(tmp_path / "root", memory_bytes=1 << 20)
+    with pytest.raises(OptionError, match="workers"):
+        fold(tmp_path / "root", workers=0)
+    shutil.rmtree(tmp_path / "root" / "1")
+    with pytest.raises(BrokenChain, match="parent 1"):
+        fold(tmp_path / "root", 4)
+
+
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
+    write_chain(tmp_path)
+    before = contents(tmp_path, 4)
+    real, calls = arrays.ArrayWriter.write, iter(range(1000))
+
+    def full(self, rows):
+        if next(calls) == 1:
+            raise OutOfSpace("no room") from OSError(errno.ENOSPC, "No space left on device")
+        return real(self, rows)
+
+    with mock.patch.object(arrays.ArrayWriter, "write", full), pytest.raises(OutOfSpace):
+        fold(tmp_path, 4)
+    assert os.listdir(tmp_path / layout.COMPACTED) == [layout.COMPACTION_LOCK]
+    with (
+        mock.patch.object(compact.files, "free_bytes", lambda path: 10),
+        pytest.raises(OutOfSpace, match="expected room for"),
+    ):
+        fold(tmp_path, 4)
+    assert contents(tmp_path, 4) == before
+    assert fold(tmp_path, 4) is not None
+
+
+def test_a_part_that_is_missing_is_not_published(tmp_path):
+    write_chain(tmp_path)
+    planned = compact.plan(tmp_path, parts=3)
+    assert planned is not None
+    for number in (0, 2):
+        compact.fold(planned, number, memory_bytes=MEMORY_BYTES)
+    with pytest.raises(Damaged, match="part 1 of 3"):
+        compact.publish(planned)
+    assert len(chain(tmp_path, 4)) == 5
+
+
+def test_a_step_that_goes_while_it_is_compacted_is_gone(tmp_path):
+    write_chain(tmp_path)
+    planned = compact.plan(tmp_path)
+    assert planned is not None
+    compact.fold(planned, 0, memory_bytes=MEMORY_BYTES)
+    shutil.rmtree(tmp_path / "4")
+    with pytest.raises(StepGone):
+        compact.publish(planned)
+    with pytest.raises(StepGone):
+        compact.fold(compact.dataclasses.replace(planned, temporary="4.new.tmp"), 0, memory_bytes=1)
+    assert chain(tmp_path, 3)[-1] == "3/embeddings"
+
+
+# Killed anywhere.
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from deltackpt import compact, layout, reader, stored
+import tensorstore
+
+root, first, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
+
+def contents(step, compacted):
+    found = reader.restore_tables(stored.read_chain(root / str(step), compacted=compacted))
+    return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
+
+def child(call):
+    # All threads are the child's own: none is running when it is forked.
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except BaseException:
+            import traceback; traceback.print_exc()
+            os._exit(9)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def compacting(at):
+    seen = 0
+    def hook(event, args):
+        nonlocal seen
+        if event in EVENTS and any(str(root) in a for a in map(str, args)):
+            seen += 1
+            if seen == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    assert compact.compact(root, step=3, workers=1, memory_bytes=64 << 20) is not None
+
+def check():
+    exact = contents(3, False)
+    assert contents(3, True) == exact, "restored otherwise"
+    expected = contents(4, False)
+    assert contents(4, True) == expected
+
+at, kills, published = first, 0, 0
+while True:
+    ended = child(lambda: compacting(at))
+    assert ended in (0, -9), ended
+    assert child(check) == 0, at
+    if ended == 0:
+        break
+    kills += 1
+    if (root / "compacted" / "3" / "embeddings").is_dir():
+        # Cut after the rename: it is published, whole.
+        published += 1
+        import shutil; shutil.rmtree(root / "compacted" / "3")
+    at += every
+left = [name for name in os.listdir(root / "compacted") if layout.is_compaction(name)]
+assert left == [], left
+print(kills, published)
+"""
+
+
+def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
+    write_chain(tmp_path, codec="adaptive4")
+    run = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path), "1", "1"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    kills, published = map(int, run.stdout.split())
+    assert kills > 40 and published >= 1
+    assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
+
+
+# Damage.
+
+
+def _damaged(root: Path, how: str):
+    """Each file of a compacted base damaged in turn."""
+    base = root / "compacted" / "3" / "embeddings"
+    for path in sorted(path for path in base.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        if how == "removed":
+            path.unlink()
+        elif how == "truncated":
+            path.write_bytes(data[: len(data) // 2])
+        else:
+            at = len(data) // 2
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        yield path
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+@mock.patch.object(stored, "_GONE_INTERVAL_SECS", 0.0)
+def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
+    write_chain(tmp_path)
+    before = {step: contents(tmp_path, step) for step in (3, 4)}
+    fold(tmp_path, 3, workers=2)
+    bare = tmp_path.with_name(tmp_path.name + "-bare")
+    shutil.copytree(tmp_path, bare)
+    for step in (0, 1, 2):
+        shutil.rmtree(bare / str(step))
+    for path, other in zip(_damaged(tmp_path, how), _damaged(bare, how), strict=True):
+        # What stands beside the arrays for other readers has no checksum and is not read.
+        matters = path.name != "zarr.json"
+        for step in (3, 4):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert contents(tmp_path, step) == before[step], path
+            assert bool(caught) == matters, path
+            assert all("compacted/3/embeddings" in str(one.message) for one in caught)
+            if not matters:
+                assert contents(bare, step) == before[step]
+                continue
+            with pytest.raises(RestoreError, match=r"compacted/3/embed|embeddings/part|parent 2"):
+                contents(bare, step)
+        assert other.name == path.name
+
+
+def test_a_base_whose_manifest_is_damaged_is_replaced(tmp_path):
+    write_chain(tmp_path)
+    before = contents(tmp_path, 3)
+    fold(tmp_path, 3)
+    (tmp_path / "compacted/3/embeddings/manifest.0.msgpack").write_bytes(b"")
+    with pytest.warns(UserWarning, match="passed over"):
+        assert fold(tmp_path, 3) is not None
+    assert contents(tmp_path, 3) == before
+    assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
+
+
+def test_a_base_of_another_save_of_the_same_step_is_ignored_and_replaced(tmp_path):
+    write_chain(tmp_path / "a")
+    write_chain(tmp_path / "b", rows=11)
+    fold(tmp_path / "a", 3)
+    shutil.copytree(tmp_path / "a" / "compacted", tmp_path / "b" / "compacted")
+    before = contents(tmp_path / "b", 3)
+    assert len(chain(tmp_path / "b", 3)) == 4
+    assert fold(tmp_path / "b", 3) is not None
+    assert chain(tmp_path / "b", 3) == ["compacted/3/embeddings"]
+    assert contents(tmp_path / "b", 3) == before
+
+
+def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(tmp_path):
+    write_chain(tmp_path)
+    before = contents(tmp_path, 4)
+    saves = stored.read_chain(tmp_path / "4")
+    fold(tmp_path, 3)
+    for step in (0, 1, 2, 3):
+        shutil.rmtree(tmp_path / str(step))
+    with pytest.warns(UserWarning, match="read through compacted/3/embeddings instead"):
+        assert of(reader.restore_tables(saves)) == before
+
+
+# Beside a trainer.
+
+
+def test_retention_drops_what_a_base_replaces_and_deltas_go_on_from_it(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    options = {"bases": "compacted", "retention": 1, "policy": deltackpt.Consecutive(max_chain=3)}
+    with manager(tmp_path, **options) as one:
+        for step in range(12):
+            saved = one.save(step, state, touched=touched)
+            assert saved.kind == ("base" if step == 0 else "delta"), saved
+            one.wait()
+            if step in (4, 8):
+                before = contents(tmp_path, step)
+                assert fold(tmp_path, step) is not None
+                assert contents(tmp_path, step) == before
+            expected, (state, touched) = state, model.train(state, touched, step)
+        one._root._collected.result()
+        # Step 8 itself may have gone; the one before the newest was kept when that was begun.
+        assert set(one.all_steps()) <= {8, 9, 10, 11} and 11 in one.all_steps()
+        assert os.listdir(tmp_path / "compacted") and not (tmp_path / "compacted/4").exists()
+        found = one.restore(11, expected)
+        assert found.chain == (8, 9, 10, 11)
+        model.assert_same(found.state, expected)
+
+
+def test_without_compaction_the_trainer_takes_a_base_in_the_end(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    policy = deltackpt.Consecutive(max_chain=2, max_restore_ratio=100.0)
+    with manager(tmp_path, bases="compacted", policy=policy) as one:
+        saved = []
+        for step in range(10):
+            saved.append(one.save(step, state, touched=touched))
+            state, touched = model.train(state, touched, step)
+    assert [one.kind for one in saved] == ["base", *["delta"] * 8, "base"]
+    assert "left to compaction" in saved[5].reason
+    assert "nothing has been compacted for 8 saves" in saved[9].reason
+
+
+def test_one_shot_deltas_are_taken_since_the_compacted_base(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager(tmp_path, bases="compacted", policy=deltackpt.OneShot()) as one:
+        for step in range(7):
+            one.save(step, state, touched=touched)
+            one.wait()
+            if step == 3:
+                assert fold(tmp_path, 3) is not None
+            expected, (state, touched) = state, model.train(state, touched, step)
+        # Step 4 noted the base, so that step 5 is the first to be taken since it.
+        assert one.restore(4).chain == (0, 4)
+        assert one.restore(6, expected).chain == (3, 6)
+
+
+def test_a_rollback_takes_the_bases_of_later_steps_aside(tmp_path):
+    states = write_chain(tmp_path, 6)
+    fold(tmp_path, 2)
+    fold(tmp_path, 5)
+    with manager(tmp_path) as one:
+        found = one.restore(3, states[3])
+        with pytest.warns(UserWarning, match="were moved"):
+            one.save(5, found.state, touched=found.touched)
+        one.wait()
+        assert chain(tmp_path, 5) == ["compacted/2/embeddings", "3/embeddings", "5/embeddings"]
+        model.assert_same(one.restore(5, states[3]).state, states[3])
+    [aside] = (tmp_path / "rolled-back").iterdir()
+    assert sorted(os.listdir(aside)) == ["4", "5", "compacted"]
+
+
+def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    sums: dict[int, bytes] = {}
+    stop = threading.Event()
+
+    def contents_of(state) -> bytes:
+        return b"".join(np.asarray(state["tables"][name]).tobytes() for name in model.ROWS)
+
+    def read() -> int:
+        count = 0
+        with manager(tmp_path, read_only=True) as one:
+            while not stop.is_set():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    try:
+                        found = one.restore_latest()
+                    except RestoreError:
+                        continue
+                if found is not None:
+                    assert contents_of(found.state) == sums[found.step], found.step
+                    count += 1
+        return count
+
+    def compact_on() -> int:
+        count = 0
+        while not stop.is_set():
+            try:
+                count += fold(tmp_path, workers=1) is not None
+            except (StepGone, StepNotFound, BrokenChain, Damaged):
+                continue
+        return count
+
+    options = {"bases": "compacted", "retention": 1, "policy": deltackpt.Consecutive(max_chain=5)}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool, manager(tmp_path, **options) as one:
+        sums[0] = contents_of(state)
+        one.save(0, state, touched=touched)
+        one.wait()
+        # Warnings are turned off for all threads at a time: two readers would turn them on again.
+        reading, compacting = pool.submit(read), pool.submit(compact_on)
+        try:
+            for step in range(1, 40):
+                state, touched = model.train(state, touched, step)
+                sums[step] = contents_of(state)
+                one.save(step, state, touched=touched)
+                one.wait()
+        finally:
+            stop.set()
+        assert reading.result() > 0 and compacting.result() > 0
+    assert contents_of(state) == sums[39]
+
+
+# Memory.
+
+_BOUNDED = """
+import re, resource, sys, threading
+from pathlib import Path
+from deltackpt import compact
+
+threading.stack_size(1 << 20)
+small, large, memory_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+# What libraries need once, whatever there is to fold.
+assert compact.compact(small, workers=2, memory_bytes=memory_bytes) is not None
+data = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (data + memory_bytes, data + memory_bytes))
+done = compact.compact(large, workers=2, memory_bytes=memory_bytes)
+print(done.bytes_written)
+"""
+
+
+def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_path):
+    memory_bytes = 128 << 20
+    rows = 4 * memory_bytes // 260 + 1000
+
+    def write(root: Path, rows: int) -> None:
+        rng = np.random.default_rng(0)
+        state = {
+            "t": rng.standard_normal((rows, 64), np.float32),
+            "s": rng.random(rows, np.float32),
+        }
+        touched = deltackpt.touched.init({"t": state["t"]})
+        tables = deltackpt.Tables(select="t", slots={"t": {"s": "s"}}, codec="adaptive4")
+        options = deltackpt.ManagerOptions(durability="process")
+        with deltackpt.CheckpointManager(
+            root, handlers={"embeddings": tables}, options=options
+        ) as one:
+            for step in range(3):
+                one.save(step, state, touched=touched)
+                one.wait()
+                ids = rng.choice(rows, rows // 10, replace=False)
+                state["t"][ids] += 1
+                touched = deltackpt.touched.mark(touched, {"t": jnp.asarray(ids)})
+
+    write(tmp_path / "small", 1000)
+    write(tmp_path / "large", rows)
+    before = contents(tmp_path / "large", 2)
+    # Freed memory goes back to the system at once, where the C library would keep it.
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "MALLOC_ARENA_MAX": "1"}
+    run = subprocess.run(
+        [
+            # Stacks of threads count whether they are used or not.
+            *("sh", "-c", 'ulimit -s 1024; exec "$@"', "sh"),
+            sys.executable,
+            "-c",
+            _BOUNDED,
+            str(tmp_path / "small"),
+            str(tmp_path / "large"),
+            str(memory_bytes),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **settings},
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(re.findall(r"\d+", run.stdout)[-1]) >= 4 * memory_bytes
+    assert contents(tmp_path / "large", 2) == before
+    assert len(chain(tmp_path / "large", 2)) == 1
+
+
+def test_importing_compaction_imports_neither_jax_nor_orbax():
+    program = (
+        "import sys, deltackpt.compact;"
+        "print([m for m in ('jax', 'orbax', 'ray', 'flax') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
