@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
-from typing import Any
 
 import click
 from rich.console import Console
@@ -23,13 +21,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from deltackpt import layout
+from deltackpt import arguments
 from deltackpt.__about__ import __version__
 from deltackpt.errors import AlreadyCompacting, DeltackptError
+from deltackpt.service import commands
 
 _TRY_AGAIN = 75
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 
 
 def main() -> None:
@@ -47,21 +44,6 @@ def _fail(error: DeltackptError, code: int) -> None:
     sys.exit(code)
 
 
-class _Bytes(click.ParamType):
-    """A size such as ``512MiB``, ``1.5G`` or a plain number of bytes; units are powers of 1024."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """See ``click.ParamType``."""
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(value.strip())
-        if match is None:
-            self.fail(f"{value!r}: expected a size such as 512MiB or 2GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
@@ -73,21 +55,19 @@ def cli() -> None:
     "  deltackpt compact /data/run-17\n"
     "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
 )
-@click.argument("directory", type=click.Path(file_okay=False))
+@arguments.directory
 @click.option("--step", type=click.IntRange(min=0), help="Step to fold; the newest by default.")
-@click.option(
-    "--item", default=layout.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
-)
+@arguments.item
 @click.option("--workers", type=click.IntRange(min=1), help="Parts at a time; one per CPU.")
 @click.option(
     "--memory",
     "memory_bytes",
-    type=_Bytes(),
+    type=arguments.Size(),
     default="1GiB",
     show_default=True,
     help="Most memory of all workers together.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@arguments.as_json
 def compact(
     directory: str,
     step: int | None,
@@ -126,6 +106,9 @@ def compact(
             f"step {done.step}: folded {done.deltas} deltas into a base of "
             f"{done.bytes_written:,} bytes in {done.seconds:.1f} s"
         )
+
+
+cli.add_command(commands.group)
 
 
 if __name__ == "__main__":

@@ -455,9 +455,7 @@ class _StoredField:
         self.part.read_array(self.segment, entry, start, stop, out)
 
 
-def pieces(
-    save: StoredSave, targets: Targets, numbers: RowNumbers | None = None
-) -> list[Piece]:
+def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None) -> list[Piece]:
     """The work of one save, in pieces of different rows.
 
     Args:

@@ -404,6 +404,20 @@ class Worker:
             ]
         }
 
+    def connect(self, address: str) -> None:
+        """Joins a Ray cluster."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own.
+            import ray
+
+        ray.init(address=address, log_to_driver=False)
+
+    def disconnect(self) -> None:
+        """Leaves the Ray cluster."""
+        import ray
+
+        ray.shutdown()
+
     def steps(self) -> dict[str, Any]:
         """The committed steps."""
         return {"steps": self._manager.all_steps()}
@@ -567,6 +581,7 @@ class Worker:
             "step": result.step,
             "chain": result.chain,
             "wrong": wrong,
+            "source": result.source,
             "bytes_read": result.bytes_read,
             "skipped": [[step, _told(error)] for step, error in result.skipped],
         }

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import pytest
 import report as reports
+import restore_service
 from report import Report, Sample, ratio, secs
 
 BENCHMARKS = Path(reports.__file__).parent
@@ -45,6 +46,22 @@ def test_json_says_which_bars_hold(tmp_path, capsys):
     assert "missed" in capsys.readouterr().out
 
 
+def test_a_save_that_was_never_seen_in_the_service_counts_until_the_next_that_was():
+    found, unseen = restore_service.lags({1: 10.0, 2: 11.0, 3: 12.0}, {1: 0.5, 3: 0.25})
+    assert found == [0.5, 1.25, 0.25]
+    assert unseen == 1
+
+
+def test_markdown_has_a_line_for_each_row_and_no_markup():
+    report = restore_service.Tables("title", sizes="sizes")
+    report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
+    report.state("stated", Sample((7.0,)), secs)
+    assert report.markdown().splitlines()[2:] == [
+        "| met | 1.00 s | them | 4.00 s | 1/4.0 | x 0.50 holds |",
+        "| stated | 7.00 s |  |  |  |  |",
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -58,6 +75,7 @@ def test_json_says_which_bars_hold(tmp_path, capsys):
         ("codecs.py", ["--scale", "0.01", "--repeats", "1", "--steps", "5"]),
         ("gpu.py", ["--allow-cpu", "--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("scaling.py", ["--scale", "0.02", "--repeats", "1", "--processes", "1", "2"]),
+        ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1", "--markdown"]),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
         (
             "training.py",

@@ -13,8 +13,14 @@ from deltackpt.errors import MissingExtra
 
 if TYPE_CHECKING:
     from deltackpt.service import jax_trainer
-    from deltackpt.service.client import MemberStatus, RestoreService, ServiceStatus
-    from deltackpt.service.lifecycle import connect, find, start, stop
+    from deltackpt.service.client import (
+        MemberStatus,
+        RestoreService,
+        ServiceStatus,
+        connect,
+        find,
+    )
+    from deltackpt.service.lifecycle import start, stop
     from deltackpt.service.options import ServiceOptions
 
 _NAMES = {
@@ -22,8 +28,8 @@ _NAMES = {
     "RestoreService": "client",
     "ServiceOptions": "options",
     "ServiceStatus": "client",
-    "connect": "lifecycle",
-    "find": "lifecycle",
+    "connect": "client",
+    "find": "client",
     "start": "lifecycle",
     "stop": "lifecycle",
 }

@@ -120,7 +120,8 @@ class RestoreService:
                 f"{self}: expected the service of {save.step_dir.parent}, item {save.item!r}, "
                 "found that of another directory; connect() to the directory of the manager"
             )
-        return reading(save, self._replicas(), wanted, timeout_secs=timeout_secs, lend=lend)
+        replicas = self._replicas(min(_DESCRIBE_SECS, timeout_secs / 2))
+        return reading(save, replicas, wanted, timeout_secs=timeout_secs, lend=lend)
 
     # Looking.
 
@@ -201,7 +202,7 @@ class RestoreService:
             )
         return found
 
-    def _replicas(self) -> list[list[Member]]:
+    def _replicas(self, timeout_secs: float) -> list[list[Member]]:
         """The members of each shard, in the order in which to ask them."""
         members = self.members()
         count = members[0].shards
@@ -217,15 +218,40 @@ class RestoreService:
                 )
         here = names.node_id()
         if any(len(found) > 1 for found in replicas):
-            nodes = {
-                one.member: one.found.node for one in self.status().members if one.found is not None
-            }
+            told = self.status(timeout_secs).members
+            nodes = {one.member: one.found.node for one in told if one.found is not None}
             for found in replicas:
                 # Those on this node first, those that do not answer last; else at random, so that
                 # many readers spread.
                 random.shuffle(found)
                 found.sort(key=lambda member: (nodes.get(member) != here, member not in nodes))
         return replicas
+
+
+def connect(
+    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
+) -> RestoreService:
+    """The running service of a directory.
+
+    Args:
+      directory: root of the steps, as it was given to ``start``.
+      item: name of our item in a step.
+
+    Raises:
+      ServiceUnavailable: there is none, or this process is not connected to Ray.
+    """
+    service = RestoreService(directory, item)
+    service.members()
+    return service
+
+
+def find(
+    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
+) -> RestoreService | None:
+    """As ``connect``; None where there is none."""
+    if not ray.is_initialized() or not names.members(names.key(directory, item)):
+        return None
+    return RestoreService(directory, item)
 
 
 def _told(found: ServiceStatus) -> str:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,20 +15,17 @@ import rich.box
 import rich.console
 import rich.table
 
-from deltackpt import layout, service
+from deltackpt import arguments, service
 from deltackpt.errors import ServiceUnavailable
 
 if TYPE_CHECKING:
     from deltackpt.service.client import MemberStatus, ServiceStatus
 
-_directory = click.argument("directory", type=click.Path(file_okay=False))
+_CONNECT_SECS = 20.0
+
 _address = click.option(
     "--address", default="auto", show_default=True, help="Address of the Ray cluster."
 )
-_item = click.option(
-    "--item", default=layout.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
-)
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group("service")
@@ -37,12 +36,12 @@ def group() -> None:
 @group.command(
     epilog="Example: deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
-@_directory
+@arguments.directory
 @_address
-@_item
+@arguments.item
 @click.option("--shards", type=int, help="Members that share the rows; the nodes by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
-@click.option("--memory-bytes", type=int, help="Most memory of one member.")
+@click.option("--memory", "memory_bytes", type=arguments.Size(), help="Most memory of a member.")
 @click.option("--compact-after", type=int, help="Fold chains of that many deltas.")
 @click.option("--wait", "wait_secs", type=float, help="Wait so many seconds until it is ready.")
 def start(directory: str, address: str, item: str, wait_secs: float | None, **options: Any) -> None:
@@ -55,10 +54,10 @@ def start(directory: str, address: str, item: str, wait_secs: float | None, **op
 
 
 @group.command(epilog="Example: deltackpt service status /shared/run-17 --json")
-@_directory
+@arguments.directory
 @_address
-@_item
-@_json
+@arguments.item
+@arguments.as_json
 def status(directory: str, address: str, item: str, as_json: bool) -> None:
     """Show step, lag, bytes and health of every member; exit 1 where one is behind or ill."""
     _connect(address)
@@ -73,9 +72,9 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 
 
 @group.command(epilog="Example: deltackpt service stop /shared/run-17")
-@_directory
+@arguments.directory
 @_address
-@_item
+@arguments.item
 def stop(directory: str, address: str, item: str) -> None:
     """End the service of DIRECTORY; its steps and compacted bases stay."""
     _connect(address)
@@ -87,19 +86,30 @@ def _connect(address: str) -> None:
 
     Raises:
       MissingExtra: ray is not installed.
-      ServiceUnavailable: there is no such cluster.
+      ServiceUnavailable: there is no such cluster, or it does not answer.
     """
     service.require_ray()
     import ray
 
-    if not ray.is_initialized():
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def connect() -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ServiceUnavailable(
-                f"Ray at {address!r}: expected a cluster that runs, found none ({error}); start "
-                "one with ray start, or give --address"
-            ) from error
+            outcome.set_result(None)
+        except Exception as error:
+            outcome.set_exception(error)
+
+    # Ray would go on for minutes to ask a head that was stopped.
+    threading.Thread(target=connect, name="deltackpt-connect", daemon=True).start()
+    try:
+        outcome.result(_CONNECT_SECS)
+    except Exception as error:
+        found = str(error) or f"no answer within {_CONNECT_SECS:.0f} s"
+        raise ServiceUnavailable(
+            f"Ray at {address!r}: expected a cluster that runs, found {found}; start one with ray "
+            "start, or give --address"
+        ) from error
 
 
 def _show(found: ServiceStatus) -> None:

@@ -14,8 +14,8 @@ def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None
 
     A process that has not imported ray is not connected, and does not pay for the import.
     """
-    if "ray" not in sys.modules:
+    if sys.modules.get("ray") is None:
         return None
-    from deltackpt.service import lifecycle
+    from deltackpt.service import client
 
-    return lifecycle.find(directory, item)
+    return client.find(directory, item)

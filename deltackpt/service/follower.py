@@ -33,7 +33,7 @@ from deltackpt.errors import (
 )
 from deltackpt.manifest import Layout, SaveId
 from deltackpt.merge import Target
-from deltackpt.reader import Targets
+from deltackpt.reader import Piece, Targets
 from deltackpt.root import Root
 from deltackpt.service import shards
 from deltackpt.service.gate import Gate
@@ -44,6 +44,8 @@ from deltackpt.stored import StoredSave
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
 _COMPARED_BYTES = 1 << 20
+#: So long a step that is not intact is not read again: it may be in the middle of being copied.
+_REFUSED_SECS = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ class Follower:
         self._tables: _Tables | None = None
         self._holding: Holding | None = None
         self._seen: _Stamp | None = None
-        self._refused: dict[_Stamp, RestoreError] = {}
+        #: What was wrong with steps, and when they are looked at again, on the monotonic clock.
+        self._refused: dict[_Stamp, tuple[float, RestoreError]] = {}
         self._health = "starting"
 
     @property
@@ -159,7 +162,7 @@ class Follower:
         failure: RestoreError | None = None
         steps = sorted(self._root.steps(), reverse=True)
         self._refused = {
-            stamp: error for stamp, error in self._refused.items() if int(stamp[0]) in steps
+            stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
         }
         for step in steps:
             step_dir = self._root.step_dir(step)
@@ -170,22 +173,22 @@ class Follower:
             if stamp == self._seen and self._holding is not None:
                 self._health = "follows" if failure is None else f"follows; {failure}"
                 return False
-            if stamp in self._refused:
-                failure = failure or self._refused[stamp]
+            until, problem = self._refused.get(stamp, (0.0, None))
+            if problem is not None and time.monotonic() < until:
+                failure = failure or problem
                 continue
             try:
-                self._take(step_dir)
+                taken = self._take(step_dir)
             except StepGone as error:
                 failure = failure or error
                 continue
             except RestoreError as error:
-                # A committed step never changes: it is not read again.
-                self._refused[stamp] = error
+                self._refused[stamp] = time.monotonic() + _REFUSED_SECS, error
                 failure = failure or error
                 continue
             self._seen = stamp
             self._health = "follows" if failure is None else f"follows; {failure}"
-            return True
+            return taken
         if failure is not None:
             raise failure
         self._health = "waits for a first step"
@@ -234,65 +237,88 @@ class Follower:
                 first, last = target.rows
                 if (target.group, target.field) == (group, field) and first <= start:
                     if stop <= last:
-                        return target.buffer[start - first : stop - first].copy()
+                        rows = target.buffer[start - first : stop - first].copy()
+                        # This thread may have slept for longer than the pin lasts.
+                        if self._gate.renew(pin):
+                            return rows
         raise ServiceUnavailable(
             f"shard {self._shard} of {self._shards}: expected a pinned state with rows [{start}, "
             f"{stop}) of {group}.{field}, found none; restore from storage"
         )
 
-    def _take(self, step_dir: Path) -> None:
-        """Makes a step the state that is held."""
+    def _take(self, step_dir: Path) -> bool:
+        """Makes a step the state that is held; False where it is that already."""
         newest = stored.read_save(step_dir, self._item)
         held = self._holding
+        if held is not None and held.save.save_id == newest.info.save_id:
+            return False
         same = held is not None and held.layout == newest.layout
         further = _since(newest, held.save.save_id) if held is not None and same else None
-        if further is None:
-            further = stored.read_chain(step_dir, self._item)
-            same = same and further[0].layout == newest.layout
-        if not same:
-            self._load(further)
-            return
-        try:
-            for save in further:
-                self._apply(save)
-        except RestoreError as error:
-            stored.raise_if_removed(further, error)
-            raise
+        if held is not None and further is not None:
+            try:
+                self._apply(further, held)
+                return True
+            except RestoreError as error:
+                stored.raise_if_removed(further, error)
+                base = stored.read_chain(step_dir, self._item)[0]
+                if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
+                    raise
+                # A base was compacted meanwhile that stands for what is damaged, or nothing is
+                # held any more.
+        stored.read_whole(stored.read_chain(step_dir, self._item), self._take_chain)
+        return True
+
+    def _take_chain(self, saves: Sequence[StoredSave]) -> None:
+        held = self._holding
+        if held is not None and held.layout == saves[-1].layout == saves[0].layout:
+            self._apply(saves, held)
+        else:
+            self._load(saves)
 
     def _load(self, saves: Sequence[StoredSave]) -> None:
-        """Reads a whole chain into memory; nothing is held meanwhile."""
-        self._health = f"loads step {saves[-1].info.save_id.step}"
+        """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
+        newest = saves[-1]
+        self._health = f"loads step {newest.info.save_id.step}"
+        chain = tuple(save.info for save in saves)
         tables = self._tables
-        if tables is None or tables.layout != saves[-1].layout:
-            tables = self._new_tables(saves[-1].layout)
-        with self._changing(tables) as publish:
+        if tables is not None and tables.layout == newest.layout:
+            with self._changing(tables) as publish:
+                reader.fill(saves, tables.targets)
+                publish(chain, newest.step_dir)
+            return
+        tables = self._new_tables(newest.layout)
+        try:
             reader.fill(saves, tables.targets)
-            publish(tuple(save.info for save in saves), saves[-1].step_dir)
+        except BaseException:
+            tables.memory.close()
+            raise
+        with self._changing(tables) as publish:
+            publish(chain, newest.step_dir)
 
-    def _apply(self, save: StoredSave) -> None:
-        """Adds one save to what is held."""
-        tables, held = self._tables, self._holding
+    def _apply(self, saves: Sequence[StoredSave], held: Holding) -> None:
+        """Adds saves of the same tables to what is held, and makes the last the one that is."""
+        tables = self._tables
         assert tables is not None
-        if held is None:
-            raise ServiceUnavailable("expected a state to apply a save to, found none")
-        is_base = save.info.kind == "base"
-        chain = (save.info,) if is_base else (*held.chain, save.info)
+        chain = tuple(save.info for save in saves)
+        if chain[0].kind != "base":
+            chain = (*held.chain, *chain)
+        work = [(save, reader.pieces(save, tables.targets)) for save in saves]
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:
             publish = None
-            for piece in reader.pieces(save, tables.targets):
-                for block in piece.load():
-                    found = _changed(block, piece.targets) if is_base else [block]
+            for save, pieces in work:
+                for piece in pieces:
+                    found = _found(piece, compare=save.info.kind == "base")
                     staged += found
                     staged_bytes += sum(one.nbytes for one in found)
-                if staged_bytes > tables.staging_bytes:
-                    publish = publish or stack.enter_context(self._changing(tables))
-                    _merge(staged, tables.targets)
-                    staged, staged_bytes = [], 0
+                    if staged_bytes > tables.staging_bytes:
+                        publish = publish or stack.enter_context(self._changing(tables))
+                        _merge(staged, tables.targets)
+                        staged, staged_bytes = [], 0
             publish = publish or stack.enter_context(self._changing(tables))
             _merge(staged, tables.targets)
-            publish(chain, save.step_dir)
+            publish(chain, saves[-1].step_dir)
 
     @contextlib.contextmanager
     def _changing(self, tables: _Tables) -> Iterator[_Publish]:
@@ -314,11 +340,15 @@ class Follower:
             )
 
     def _new_tables(self, layout: Layout) -> _Tables:
+        """Memory for other tables; where it does not fit beside the old one, that goes first."""
         regions = shards.regions(layout, self._shard, self._shards)
         wanted = shards.nbytes(regions)
         previous = self.nbytes
         limit = available_bytes() if self._memory_bytes is None else self._memory_bytes - previous
         needed = wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
+        if limit < needed <= limit + previous:
+            self._let_go()
+            limit += previous
         if needed > limit:
             raise TooLittleMemory(
                 f"shard {self._shard} of {self._shards}: expected {needed:,} bytes of memory for "
@@ -341,6 +371,13 @@ class Follower:
             for region in regions
         ]
         return _Tables(layout, regions, memory, Targets(targets, layout))
+
+    def _let_go(self) -> None:
+        """Gives the memory back; nothing is held afterwards."""
+        with self._gate.writing():
+            previous, self._tables, self._holding = self._tables, None, None
+            if previous is not None:
+                previous.memory.close()
 
 
 class _Publish:
@@ -380,6 +417,13 @@ def _since(newest: StoredSave, held: SaveId) -> list[StoredSave] | None:
         if save.info.save_id != parent.save_id or save.layout != newest.layout:
             return None
         found.append(save)
+
+
+def _found(piece: Piece, *, compare: bool) -> list[RowBlock]:
+    """The rows of a piece, or those that differ from what is held."""
+    first, *beside = piece.load()
+    # What is beside replaces rows of the first block, which may be among those that differ.
+    return [*(_changed(first, piece.targets) if compare else [first]), *beside]
 
 
 def _changed(block: RowBlock, targets: Sequence[Target]) -> list[RowBlock]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +24,6 @@ class Gate:
     def __init__(self) -> None:
         """Open for everybody."""
         self._changed = threading.Condition()
-        self._numbers = itertools.count(1)
         #: Pin to when it ends, on the monotonic clock.
         self._pins: dict[int, float] = {}
         self._writing = False
@@ -37,7 +36,8 @@ class Gate:
             while self._writing or self._impatient():
                 if not self._changed.wait(end - time.monotonic()):
                     return None
-            pin = next(self._numbers)
+            # Drawn, so that it means nothing to a gate that has taken the place of this one.
+            pin = 1 + secrets.randbits(62)
             self._pins[pin] = time.monotonic() + PIN_SECS
             return pin
 

@@ -83,32 +83,6 @@ def start(
     return RestoreService(path, options.item)
 
 
-def connect(
-    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
-) -> RestoreService:
-    """The running service of a directory.
-
-    Args:
-      directory: root of the steps, as it was given to ``start``.
-      item: name of our item in a step.
-
-    Raises:
-      ServiceUnavailable: there is none, or this process is not connected to Ray.
-    """
-    service = RestoreService(directory, item)
-    service.members()
-    return service
-
-
-def find(
-    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
-) -> RestoreService | None:
-    """As ``connect``; None where there is none."""
-    if not ray.is_initialized() or not names.members(names.key(directory, item)):
-        return None
-    return RestoreService(directory, item)
-
-
 def stop(directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM) -> int:
     """Ends the service of a directory; steps and compacted bases stay.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import mmap
 import os
 import threading
 import time
@@ -88,6 +89,10 @@ def reading(
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(copiers, "deltackpt-copy"))
         pins = stack.enter_context(_Pins())
         lent = buffers if lend else None
+        if not lend:
+            # Taking fresh pages is half of a copy: it begins while the members are asked.
+            for copy in _pieces([copy for copies in work for copy in copies]):
+                pool.submit(_touch, copy)
         read = _Read(save, timeout_secs, pins, pool, lent)
         askers = stack.enter_context(
             concurrent.futures.ThreadPoolExecutor(
@@ -193,36 +198,41 @@ class _Read:
 
     def shard(self, members: Sequence[Member], copies: Sequence[_Copy]) -> tuple[SaveInfo, ...]:
         """Takes the rows of one shard from the first replica that can give them."""
+        refusal: ServiceError | None = None
+        silence: ServiceError | None = None
         while True:
             soon = False
-            problem: ServiceError | None = None
-            for member in members:
+            for number, member in enumerate(members):
                 try:
-                    pinned = self._pin(member)
+                    pinned = self._pin(member, others=len(members) - number - 1)
                     if pinned.pin:
                         self._take(self._pins.add(member, pinned), copies)
                         return pinned.chain
                     soon = soon or pinned.soon
-                    problem = self._refusal(member, pinned)
+                    refusal = self._refusal(member, pinned)
                 except ServiceError as error:
-                    problem = error
+                    silence = error
             if not soon or time.monotonic() > self._end:
+                # What a member has said tells more than that another does not answer.
+                problem = refusal or silence
                 assert problem is not None
                 raise problem
             time.sleep(_ASK_AGAIN_SECS)
 
-    def _pin(self, member: Member) -> Pinned:
+    def _pin(self, member: Member, *, others: int) -> Pinned:
+        """Asks a member to keep the state, and leaves some of the time to the others."""
         wanted = self._save.info.save_id
-        left = max(_ASK_AGAIN_SECS, self._end - time.monotonic())
+        left = max(_ASK_AGAIN_SECS, (self._end - time.monotonic()) / (1 + others))
         call = calls.actor(member).pin.remote(wanted.run, wanted.step, wanted.attempt, left / 2)
         return protocol.unpacked(calls.answer(member, call, left), Pinned, str(member))
 
     def _refusal(self, member: Member, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.held
-        if held is not None and held.run != wanted.run and time.monotonic() > self._end:
+        if held is not None and held.run != wanted.run:
             return ServiceMismatch(
-                f"{member}: expected it to hold save id {wanted}, found {held} of another run for "
-                f"{self._timeout_secs} s: its node may see another directory under the same path"
+                f"{member}: expected it to hold save id {wanted}, found {held} of another run "
+                f"within {self._timeout_secs} s: its node may see another directory under the "
+                "same path"
             )
         return ServiceUnavailable(pinned.refused)
 
@@ -232,22 +242,26 @@ class _Read:
             if pin.memory is None:
                 self._fetch(pin, copies)
             else:
-                left = [copy for copy in copies if not self._lend(pin.memory, copy)]
-                self._copy(pin.memory, left)
+                whole = [(copy, self._lendable(copy)) for copy in copies]
+                self._copy(pin.memory, [copy for copy, place in whole if place is None])
                 pin.check()
-                if len(left) < len(copies):
+                # Last: another replica would not take back what was lent of this one.
+                lent = [(copy, *place) for copy, place in whole if place is not None]
+                for copy, fields, box in lent:
+                    fields[box] = _rows(pin.memory, copy)
+                if lent:
                     return
         except BaseException:
             self._pins.end(pin)
             raise
         self._pins.end(pin)
 
-    def _lend(self, memory: MemoryReader, copy: _Copy) -> bool:
-        """Makes a buffer the member's memory itself, where that holds all of it in one place."""
+    def _lendable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
+        """The buffer that may be a member's memory itself, which holds it all in one place."""
         if self._lent is None or (copy.start, copy.stop) != copy.target.rows:
-            return False
+            return None
         if copy.target.columns != copy.region.columns:
-            return False
+            return None
         table = next(
             table
             for table in self._save.layout.tables
@@ -259,9 +273,8 @@ class _Read:
         for box in fields:
             # The box of a template that has grown is longer than the target.
             if box.rows == rows and copy.target.columns in (None, box.columns):
-                fields[box] = _rows(memory, copy)
-                return True
-        return False
+                return fields, box
+        return None
 
     def _copy(self, memory: MemoryReader, copies: Sequence[_Copy]) -> None:
         pending = [
@@ -314,6 +327,12 @@ def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
         rows = max(1, _PIECE_BYTES // max(1, copy.region.row_bytes))
         for start in range(copy.start, copy.stop, rows):
             yield copy._replace(start=start, stop=min(copy.stop, start + rows))
+
+
+def _touch(piece: _Copy) -> None:
+    """Has the memory that rows will be copied to given to this process."""
+    out = piece.target.buffer[piece.start - piece.target.rows[0] :][: piece.stop - piece.start]
+    out.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:

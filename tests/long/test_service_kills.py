@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restore actors, nodes and the trainer are killed at random moments: never a wrong bit."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.cluster_utils", reason="needs deltackpt[ray]", exc_type=ImportError)
+
+import ray_nodes
+from ray_nodes import HANG_SECS, assert_same, pids, remove_arrays, wait_until
+
+from deltackpt import service
+from deltackpt.service import ServiceOptions
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900), *ray_nodes.IGNORED]
+
+KILLS = {"actor": 22, "node": 4, "trainer": 8}
+#: A restore waits so long for the service.
+SERVICE_SECS = 3.0
+#: A moment is random within.
+MOMENT_SECS = 0.5
+
+
+class Model:
+    """The state at each step, by numpy."""
+
+    def __init__(self) -> None:
+        self._states = {0: ray_nodes.initial(ray_nodes.ROWS)}
+
+    def at(self, step: int) -> dict[str, Any]:
+        start = max(known for known in self._states if known <= step)
+        state = self._states[start]
+        for now in range(start + 1, step + 1):
+            state, _ = ray_nodes.trained(state, now)
+            if now % 50 == 0:
+                self._states[now] = state
+        return state
+
+
+@contextlib.contextmanager
+def training(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer's process, which ends with the context."""
+    code = f"import ray_nodes; ray_nodes.train_for_ever({str(root)!r})"
+    environment = os.environ | {"PYTHONPATH": str(Path(ray_nodes.__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def newest(root: Path) -> int:
+    return max((int(path.name) for path in root.glob("*") if path.name.isdecimal()), default=0)
+
+
+def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, capsys):
+    draw = random.Random(0)
+    root, model = tmp_path / "root", Model()
+    template = model.at(0)
+    victims = [kind for kind, count in KILLS.items() for _ in range(count)]
+    draw.shuffle(victims)
+    sources: dict[str, collections.Counter[str]] = {
+        kind: collections.Counter() for kind in [*KILLS, "later"]
+    }
+
+    def compared(kind: str) -> Any:
+        found = ray_nodes.newest(reader, template)
+        assert_same(found.state, model.at(found.step))
+        assert (found.source == "service") == (found.service_error is None), found.service_error
+        sources[kind][found.source] += 1
+        return found
+
+    with ray_nodes.nodes(3) as cluster, contextlib.ExitStack() as stack:
+        options = ServiceOptions(shards=2, replicas=2, poll_secs=0.05)
+        running = service.start(root, options=options)
+        # One for all: it is there while steps come and go.
+        reader = stack.enter_context(ray_nodes.reader(root, SERVICE_SECS))
+        trainer = stack.enter_context(training(root))
+        wait_until(lambda: newest(root) > 0, "the trainer saves")
+        for victim in victims:
+            before = newest(root)
+            threading.Event().wait(draw.uniform(0, MOMENT_SECS))
+            if victim == "actor":
+                members = pids(running.status())
+                for pid in draw.sample(members, min(len(members), draw.choice([1, 1, 2, 4]))):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            elif victim == "node":
+                cluster.remove_node(draw.choice([*cluster.worker_nodes]), allow_graceful=False)
+            else:
+                trainer.send_signal(signal.SIGKILL)
+            assert compared(victim).step >= before
+            if victim == "node":
+                ray_nodes.add_node(cluster)
+            elif victim == "trainer":
+                trainer.wait(HANG_SECS)
+                trainer = stack.enter_context(training(root))
+            wait_until(lambda before=before: newest(root) > before, "the trainer goes on")
+            compared("later")
+        trainer.kill()
+        trainer.wait(HANG_SECS)
+        running.wait_ready(newest(root), HANG_SECS)
+        remove_arrays(root)
+        found = compared("later")
+        assert (found.source, found.step) == ("service", newest(root))
+        assert len(pids(running.status())) == 4
+        service.stop(root)
+    assert sum(KILLS.values()) >= 30
+    with capsys.disabled():
+        told = ", ".join(f"{kind}: {dict(found)}" for kind, found in sources.items())
+        print(f"\n{sum(KILLS.values())} kills, {newest(root)} steps; restores after {told}")

@@ -1,0 +1,912 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm standby without ray: it holds exactly the newest intact step, or says why not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import pytest
+import test_meshes
+from hypothesis import HealthCheck, Phase, example, given, settings
+
+import deltackpt
+from deltackpt import reader, stored, tables
+from deltackpt.errors import (
+    RestoreError,
+    SaveFailed,
+    ServiceUnavailable,
+    StorageError,
+    TooLittleMemory,
+)
+from deltackpt.manifest import Layout, SaveId
+from deltackpt.service import follower as follower_module
+from deltackpt.service import gate, memory, shards
+from deltackpt.service.follower import Follower
+from deltackpt.service.gate import Gate
+from deltackpt.service.memory import MemoryReader, SharedMemory
+from deltackpt.service.shards import Region
+from deltackpt.storage import arrays
+from deltackpt.stored import StoredPart
+
+P = jax.sharding.PartitionSpec
+#: Guards against hangs only.
+HANG_SECS = 60.0
+SELECT = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
+#: Of one member, of some, of more than the rows of the smallest table, of more than of any.
+SHARDS = [(0, 1), (0, 2), (1, 2), (2, 3), (0, 7), (5, 7)]
+
+Tables = dict[str, dict[str, np.ndarray]]
+
+
+@pytest.fixture(autouse=True)
+def nobody_removes_steps(monkeypatch) -> None:
+    """Where they do not, there is no need to look at damage for a moment."""
+    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
+
+
+def opened(root: Path, shard: int = 0, count: int = 1, **options) -> Follower:
+    return Follower(root, item="embeddings", shard=shard, shards=count, **options)
+
+
+def advanced(one: Follower) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return one.advance()
+
+
+def in_storage(root: Path, step: int) -> Tables:
+    """What a restore from storage gives: the other tests compare it with the model."""
+    return reader.restore_tables(stored.read_chain(root / str(step))).fields
+
+
+def in_state(state: dict) -> Tables:
+    return {
+        f"tables/{name}": {
+            "values": np.asarray(leaf),
+            "slot.accumulator": np.asarray(state["slots"][name]),
+        }
+        for name, leaf in state["tables"].items()
+    }
+
+
+def held_regions(one: Follower) -> Iterator[tuple[str, str, int, np.ndarray]]:
+    """Table, field, first row and rows, copied as a process of the same machine does."""
+    holding, place = one.holding, one.place
+    assert holding is not None and place is not None
+    view = MemoryReader(place)
+    assert view.sequence == holding.sequence and holding.sequence % 2 == 0
+    for region in shards.regions(holding.layout, one._shard, one._shards):
+        table = table_of(holding.layout, region)
+        shape = (region.rows[1] - region.rows[0], *region.trailing)
+        rows = view.array(region.offset, shape, region.dtype)
+        yield table.name, region.field, region.rows[0] - table.offset, rows
+
+
+def table_of(layout: Layout, region: Region):
+    [found] = [
+        table
+        for table in layout.tables
+        if table.group == region.group
+        and table.offset <= region.rows[0] < table.offset + table.rows
+    ]
+    return found
+
+
+def assert_holds(one: Follower, step: int, expected: Tables) -> None:
+    """The bytes of all rows that it should hold, and of no others, are those of a step."""
+    assert one.holding is not None and one.holding.save.save_id.step == step
+    found = set()
+    for table, field, first, rows in held_regions(one):
+        same = expected[table][field][first : first + len(rows)]
+        assert rows.tobytes() == same.tobytes(), (table, field, first)
+        found.add((table, field, first, first + len(rows)))
+    wanted = {
+        (table, field, len(rows) * one._shard // one._shards, last)
+        for table, fields in expected.items()
+        for field, rows in fields.items()
+        if (last := len(rows) * (one._shard + 1) // one._shards)
+        > len(rows) * one._shard // one._shards
+    }
+    assert found == wanted
+    pin, holding = one.pin(one.holding.save.save_id, 0)
+    assert holding is one.holding
+    one.unpin(pin)
+
+
+class Trainer:
+    """A manager and the states that it saved."""
+
+    def __init__(self, root: Path, codec="raw", policy=None, slots: bool = True, **options):
+        self.root = root
+        how = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS if slots else {}, codec=codec)
+        if policy is not None:
+            options["policy"] = policy
+        options = deltackpt.ManagerOptions(durability="process", **options)
+        self.manager = deltackpt.CheckpointManager(
+            root, handlers={"embeddings": how}, options=options
+        )
+        self.state = model.initial()
+        self.marks = model.new_touched(self.state)
+        self.step = 0
+        self.seed = 0
+        self.states: dict[int, dict] = {}
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.manager.close()
+
+    def train(self, rows: int = 20) -> None:
+        """Some rows of some tables change with their slots, and dense leaves do."""
+        self.seed += 1
+        rng = np.random.default_rng(self.seed)
+        ids = {
+            name: rng.integers(0, len(table), rows)
+            for name, table in self.state["tables"].items()
+            if rng.integers(4) and rows
+        }
+        self.change(ids, {name: rng.normal(size=(rows, model.WIDTH[name])) for name in ids})
+
+    def change(self, ids: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> None:
+        # By numpy, which compiles nothing for each number of rows.
+        tables, slots = dict(self.state["tables"]), dict(self.state["slots"])
+        for name, rows in ids.items():
+            table, slot = np.array(tables[name]), np.array(slots[name])
+            table[rows] = values[name]
+            slot[rows] += 1
+            tables[name], slots[name] = jnp.asarray(table), jnp.asarray(slot)
+        kernel = jnp.asarray(np.asarray(self.state["dense"]["kernel"]) + 1)
+        dense = {**self.state["dense"], "kernel": kernel}
+        self.state = {**self.state, "tables": tables, "slots": slots, "dense": dense}
+        marks = {f"tables/{name}": jnp.asarray(rows) for name, rows in ids.items()}
+        self.marks = deltackpt.touched.mark(self.marks, marks)
+
+    def spoil(self) -> None:
+        """Rows that no lossy codec holds."""
+        self.seed += 1
+        rows = np.random.default_rng(self.seed).integers(0, model.ROWS["users"], 3)
+        values = np.array([[np.inf], [np.nan], [3e38]])
+        self.change({"users": rows}, {"users": values})
+
+    def save(self, **options) -> int:
+        self.step += 1
+        self.manager.save(self.step, self.state, touched=self.marks, **options)
+        self.manager.wait()
+        self.states[self.step] = self.state
+        return self.step
+
+    def fail(self) -> None:
+        """A save whose storage fails part way."""
+        self.step += 1
+        failing = mock.patch.object(arrays, "write_array", side_effect=OSError(5, "injected"))
+        writer = mock.patch.object(arrays.ArrayWriter, "write", side_effect=OSError(5, "injected"))
+        with failing, writer:
+            try:
+                self.manager.save(self.step, self.state, touched=self.marks)
+                self.manager.wait()
+                self.states[self.step] = self.state
+            except SaveFailed:
+                pass
+
+    def roll_back(self, step: int) -> None:
+        """Training goes on from an older step, and its next save replaces the later ones."""
+        found = self.manager.restore(step, self.states[step])
+        self.state, self.marks = found.state, found.touched
+        self.step = step
+        self.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.save()
+
+    def grow(self) -> None:
+        """More rows of a table, and more dense leaves: another layout."""
+        count = len(self.state["slots"]["items"]) + 37
+        grown = {}
+        for kind in ("tables", "slots"):
+            leaf = self.state[kind]["items"]
+            more = jnp.full((37, *leaf.shape[1:]), self.step, leaf.dtype)
+            grown[kind] = {**self.state[kind], "items": jnp.concatenate([leaf, more])}
+            assert len(grown[kind]["items"]) == count
+        self.state = {**self.state, **grown}
+        self.marks = model.new_touched(self.state)
+
+    @property
+    def newest(self) -> int:
+        return max(self.manager.all_steps())
+
+
+# The rows of a member.
+
+
+@given(rows=st.lists(st.integers(1, 40), min_size=1, max_size=4), count=st.integers(1, 12))
+def test_members_together_hold_each_row_once(rows, count):
+    state = {"tables": {str(i): np.zeros((n, 3), np.float32) for i, n in enumerate(rows)}}
+    layout = tables.split(state, deltackpt.Tables(select="tables/*")).layout
+    seen: dict[str, list[int]] = {}
+    for shard in range(count):
+        held = shards.regions(layout, shard, count)
+        ends = [region.offset + region.nbytes for region in held]
+        assert all(end <= after.offset for end, after in zip(ends, held[1:]))
+        assert all(region.offset % 64 == 0 for region in held)
+        assert shards.nbytes(held) == max(ends, default=0)
+        for region in held:
+            seen.setdefault(f"{region.group}.{region.field}", []).extend(range(*region.rows))
+    assert sum(map(len, seen.values())) == sum(rows)
+    assert all(len(found) == len(set(found)) for found in seen.values())
+
+
+# What it holds.
+
+
+#: Of deltas and of bases alike.
+LOSSY = [
+    deltackpt.CodecChoice(delta=name, base=name)
+    for name in ("adaptive4", "int8", "bf16", "greedy2")
+]
+ACTIONS = st.sampled_from(
+    ["train", "save", "save", "save", "nothing", "base", "fail", "back", "grow", "spoil", "look"]
+)
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    # An example takes seconds: shrinking one would take minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    actions=st.lists(ACTIONS, min_size=6, max_size=12),
+    codec=st.sampled_from(["raw", "raw", "lossless", *LOSSY]),
+    policy=st.sampled_from(
+        [deltackpt.Consecutive(max_chain=4), deltackpt.OneShot(), deltackpt.Intermittent()]
+    ),
+    retention=st.sampled_from([None, None, 1]),
+    slots=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@example(["save", "base", "save", "look"], LOSSY[0], deltackpt.Consecutive(), None, True, 1)
+def test_after_each_look_the_held_bytes_are_those_of_the_newest_step(
+    tmp_path_factory, actions, codec, policy, retention, slots, seed
+):
+    root = tmp_path_factory.mktemp("root")
+    draw = np.random.default_rng(seed)
+    late = draw.choice(len(SHARDS), 2, replace=False)
+    with Trainer(root, codec, policy, slots, retention=retention) as trainer:
+        trainer.save()
+        followers = [opened(root, *SHARDS[number]) for number in range(len(SHARDS))]
+        for action in [*actions, "look"]:
+            if action == "train":
+                trainer.train(rows=int(draw.choice([0, 5, 400])))
+            elif action == "spoil":
+                trainer.spoil()
+            elif action == "save":
+                trainer.train()
+                trainer.save()
+            elif action == "nothing":
+                trainer.save()
+            elif action == "base":
+                trainer.save(force_base=True)
+            elif action == "fail":
+                trainer.fail()
+            elif action == "back":
+                trainer.roll_back(int(draw.choice(trainer.manager.all_steps())))
+            elif action == "grow":
+                trainer.grow()
+            # Some of them look rarely, and find several steps at once.
+            for number, one in enumerate(followers):
+                if action == "look" or number not in late:
+                    advanced(one)
+                    step = trainer.newest
+                    expected = in_storage(root, step)
+                    assert_holds(one, step, expected)
+                    if codec in ("raw", "lossless") and slots:
+                        assert_holds(one, step, in_state(trainer.states[step]))
+                    assert one.health == "follows"
+                    assert not advanced(one)
+
+
+def test_a_new_base_of_the_same_rows_is_compared_and_not_reloaded(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        assert one.advance() and one.holding is not None
+        place, before = one.place, one.holding.sequence
+        trainer.train()
+        trainer.save(force_base=True)
+        in_place = []
+
+        def pieces(save, targets, *more):
+            # What was held is there while the base is read.
+            in_place.append(one.holding is not None and one.holding.save.save_id.step == 1)
+            return real(save, targets, *more)
+
+        real = reader.pieces
+        with (
+            mock.patch.object(reader, "pieces", pieces),
+            mock.patch.object(reader, "fill", side_effect=AssertionError("it was reloaded")),
+        ):
+            assert one.advance()
+        assert in_place and all(in_place)
+        assert_holds(one, 2, in_state(trainer.state))
+        assert one.place == place and one.holding.sequence == before + 2
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.base)
+def test_rows_that_a_lossy_codec_does_not_hold_survive_a_new_base(tmp_path, codec):
+    with Trainer(tmp_path, codec) as trainer:
+        for _ in range(4):
+            trainer.spoil()
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        assert_holds(one, 1, in_storage(tmp_path, 1))
+        trainer.train()
+        trainer.save(force_base=True)
+        one.advance()
+        assert_holds(one, 2, in_storage(tmp_path, 2))
+
+
+@pytest.mark.parametrize("policy", [deltackpt.OneShot(), deltackpt.Consecutive()])
+def test_several_saves_are_taken_as_one(tmp_path, policy):
+    """Nobody sees a state that is older than the one before, nor one in between."""
+    with Trainer(tmp_path, policy=policy) as trainer:
+        trainer.save()
+        trainer.train()
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        for _ in range(3):
+            trainer.train()
+            trainer.save()
+        seen = []
+        real = follower_module.Follower._changing
+
+        def changing(self, *arguments):
+            seen.append(self.holding.save.save_id.step)
+            return real(self, *arguments)
+
+        with mock.patch.object(follower_module.Follower, "_changing", changing):
+            one.advance()
+        assert seen == [2]
+        assert_holds(one, 5, in_state(trainer.state))
+        assert [save.save_id.step for save in one.holding.chain] == [
+            save.info.save_id.step for save in stored.read_chain(tmp_path / "5")
+        ]
+
+
+@pytest.mark.parametrize("kind", ["delta", "base"])
+def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
+    tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(follower_module, "_LEAST_STAGING_BYTES", 1)
+    monkeypatch.setattr(follower_module, "_STAGING_SHARE", 1e-6)
+    monkeypatch.setattr(follower_module, "_COMPARED_BYTES", 64)
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        for _ in range(3):
+            trainer.train(400)
+            trainer.save(force_base=kind == "base")
+            one.advance()
+            assert_holds(one, trainer.step, in_state(trainer.state))
+
+
+@pytest.mark.parametrize(
+    "spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=["rows", "columns", "both", "whole"]
+)
+def test_steps_of_many_parts_and_columns_are_held_whole(tmp_path, spec):
+    job = test_meshes.Job(8)
+    narrow = P(*spec[:1])
+    topology = test_meshes.Topology(
+        (4, 2), 0, dict.fromkeys(test_meshes.ROWS, spec), dict.fromkeys(test_meshes.ROWS, narrow)
+    )
+    state = test_meshes.initial()
+    followers = [opened(tmp_path, *shard) for shard in SHARDS]
+    with job.running():
+        run = test_meshes.Run(job, topology, tmp_path)
+        for step in range(4):
+            if step:
+                state, ids = test_meshes.trained(state, step)
+                run.mark(ids)
+            found = run.save(step, state)
+            assert not any(isinstance(one, Exception) for one in found), found
+            expected = tables.split(state, test_meshes.TABLES).fields
+            for one in followers:
+                one.advance()
+                assert_holds(one, step, expected)
+
+
+def test_only_its_own_rows_are_read(tmp_path):
+    with Trainer(tmp_path, staging_bytes=1 << 24) as trainer:
+        # Chunks of some rows each, as large tables have them.
+        with mock.patch.object(arrays, "CHUNK_BYTES", 256):
+            trainer.save()
+            trainer.train(400)
+            trainer.save()
+    read: dict[int, int] = {}
+    real = StoredPart.read_array
+
+    def counted(part, segment, entry, start, stop, out):
+        read[count] = read.get(count, 0) + out.nbytes
+        return real(part, segment, entry, start, stop, out)
+
+    expected = in_state(trainer.state)
+    with mock.patch.object(StoredPart, "read_array", counted):
+        for count in (1, 4):
+            one = opened(tmp_path, 1 if count > 1 else 0, count)
+            one.advance()
+            assert_holds(one, 2, expected)
+    assert read[4] < read[1] / 2
+
+
+def test_a_first_step_is_waited_for(tmp_path):
+    one = opened(tmp_path)
+    assert not one.advance() and one.holding is None and one.newest_step() is None
+    assert one.health == "waits for a first step"
+    with pytest.raises(ServiceUnavailable, match="waits for a first step"):
+        one.pin(SaveId("run", 1, 0), 0)
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        assert one.advance()
+        assert_holds(one, 1, in_state(trainer.state))
+
+
+# What is wrong with the directory.
+
+
+@pytest.fixture(scope="module", params=["consecutive", "one-shot"])
+def written(request, tmp_path_factory) -> tuple[Path, dict[int, dict]]:
+    """A base, a delta, one that is to be damaged, and a base after it."""
+    policy = {"consecutive": deltackpt.Consecutive(), "one-shot": deltackpt.OneShot()}
+    return write(tmp_path_factory.mktemp("written") / "root", policy[request.param])
+
+
+def write(root: Path, policy=None) -> tuple[Path, dict[int, dict]]:
+    with Trainer(root, policy=policy) as trainer:
+        for step in range(1, 5):
+            trainer.save(force_base=step == 4)
+            trainer.train()
+    return root, trainer.states
+
+
+@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(written, tmp_path, how):
+    (whole, states), root = written, tmp_path / "root"
+    shutil.copytree(whole, root)
+    os.rename(root / "4", tmp_path / "4")
+    files = sorted(path for path in (root / "3" / "embeddings").rglob("*") if path.is_file())
+    refused = 0
+    for number, path in enumerate(files):
+        os.rename(root / "3", tmp_path / "3")
+        one = opened(root, *SHARDS[number % 4])
+        one.advance()
+        before = {key[:3]: key[3].tobytes() for key in held_regions(one)}
+        place, holding = one.place, one.holding
+        os.rename(tmp_path / "3", root / "3")
+        data = path.read_bytes()
+        damage(path, how)
+        if one.advance():
+            # Files that have nothing of these rows may be missing.
+            assert_holds(one, 3, in_state(states[3]))
+        else:
+            refused += 1
+            # It is not read over and over again.
+            with mock.patch.object(stored, "read_chain", side_effect=AssertionError):
+                assert not one.advance()
+            assert one.health.startswith("follows; ") and path.name in one.health, one.health
+            assert one.place == place and one.holding is holding
+            assert {key[:3]: key[3].tobytes() for key in held_regions(one)} == before
+            assert_holds(one, 2, in_state(states[2]))
+        os.rename(tmp_path / "4", root / "4")
+        assert one.advance() and one.health == "follows"
+        assert_holds(one, 4, in_state(states[4]))
+        os.rename(root / "4", tmp_path / "4")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    assert refused > 1
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "removed":
+        path.unlink()
+    else:
+        flipped = data[:-1] + bytes([data[-1] ^ 1])
+        path.write_bytes(data[: len(data) // 2] if how == "truncated" else flipped)
+
+
+@pytest.mark.parametrize("relaid", [False, True])
+def test_a_damaged_base_changes_nothing(tmp_path, relaid):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        place = one.place
+        if relaid:
+            trainer.grow()
+        trainer.train()
+        trainer.save(force_base=True)
+        chunk = next(path for path in (tmp_path / "2").rglob("c/0*") if path.is_file())
+        data = chunk.read_bytes()
+        chunk.write_bytes(bytes(len(data)))
+        assert not one.advance()
+        assert_holds(one, 1, in_state(trainer.states[1]))
+        assert one.place == place and one.health.startswith("follows; ")
+        open_files = len(os.listdir("/proc/self/fd"))
+        trainer.save(force_base=True)
+        assert one.advance()
+        assert_holds(one, 3, in_state(trainer.state))
+        assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
+def test_a_step_that_is_mended_is_taken(tmp_path, monkeypatch):
+    """Such as one that was copied into the directory before its parent."""
+    monkeypatch.setattr(follower_module, "_REFUSED_SECS", 0.0)
+    root, states = write(tmp_path / "root")
+    shutil.rmtree(root / "4")
+    os.rename(root / "2", tmp_path / "2")
+    one = opened(root)
+    assert one.advance()
+    assert_holds(one, 1, in_state(states[1]))
+    assert "parent 2" in one.health
+    os.rename(tmp_path / "2", root / "2")
+    assert one.advance()
+    assert_holds(one, 3, in_state(states[3]))
+
+
+def test_where_no_step_is_intact_it_says_so_and_holds_what_it_held(tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    root = tmp_path / "root"
+    manifest = root / "1" / "embeddings" / "manifest.0.msgpack"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-1])
+    one = opened(root)
+    for _ in range(2):
+        with pytest.raises(RestoreError, match="manifest.0"):
+            one.advance()
+        assert one.holding is None
+    manifest.write_bytes(data)
+    two = opened(root)
+    assert two.advance()
+    shutil.rmtree(root / "1")
+    assert not two.advance()
+    assert_holds_still(two, trainer.states[1])
+
+
+def assert_holds_still(one: Follower, state: dict) -> None:
+    assert_holds(one, one.holding.save.save_id.step, in_state(state))
+
+
+def test_a_directory_that_goes_and_comes_back_is_followed_again(tmp_path):
+    root, aside = tmp_path / "root", tmp_path / "aside"
+    with Trainer(root) as trainer:
+        trainer.save()
+    one = opened(root)
+    one.advance()
+    os.rename(root, aside)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="expected to list it"):
+            one.advance()
+        with pytest.raises(StorageError):
+            one.newest_step()
+        assert_holds_still(one, trainer.states[1])
+    os.rename(aside, root)
+    assert not one.advance()
+    assert_holds_still(one, trainer.states[1])
+    # And where it comes back as another run's, which has the same step.
+    shutil.rmtree(root)
+    with Trainer(root) as trainer:
+        trainer.train(400)
+        trainer.save()
+        assert one.advance()
+        assert_holds_still(one, trainer.state)
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_read_later(tmp_path):
+    root, states = write(tmp_path / "root")
+    shutil.rmtree(root / "4")
+    os.rename(root / "3", tmp_path / "3")
+    one = opened(root)
+    one.advance()
+    os.rename(tmp_path / "3", root / "3")
+    real = Path.read_bytes
+
+    def refused(path):
+        if path.parts[-3:-1] == ("3", "embeddings"):
+            raise OSError(5, "injected")
+        return real(path)
+
+    with mock.patch.object(Path, "read_bytes", refused), pytest.raises(StorageError):
+        one.advance()
+    assert_holds_still(one, states[2])
+    assert one.advance()
+    assert_holds_still(one, states[3])
+
+
+def test_a_step_that_vanishes_while_it_is_read_changes_nothing(tmp_path):
+    root, states = write(tmp_path / "root")
+    shutil.rmtree(root / "4")
+    os.rename(root / "3", tmp_path / "3")
+    one = opened(root)
+    one.advance()
+    os.rename(tmp_path / "3", root / "3")
+    real = StoredPart.read_array
+
+    def vanishing(part, *arguments):
+        shutil.rmtree(root / "3", ignore_errors=True)
+        return real(part, *arguments)
+
+    with mock.patch.object(StoredPart, "read_array", vanishing):
+        assert not one.advance()
+    assert_holds_still(one, states[2])
+    assert not one.advance() and one.health == "follows"
+
+
+# Memory.
+
+
+def test_too_little_memory_is_said_before_any_is_taken(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path, memory_bytes=1000)
+        for _ in range(2):
+            with pytest.raises(TooLittleMemory, match=r"found 1,000; start the service with more"):
+                one.advance()
+        assert one.holding is None and one.nbytes == 0 and one.place is None
+        # A part of it fits.
+        beside = follower_module._LEAST_STAGING_BYTES
+        part = opened(tmp_path, 0, 7, memory_bytes=beside + 10_000)
+        assert part.advance()
+        assert part.nbytes <= 10_000
+        with pytest.raises(TooLittleMemory):
+            opened(tmp_path, memory_bytes=beside + 10_000).advance()
+
+
+def test_tables_that_have_grown_take_the_place_of_the_old_ones_where_both_do_not_fit(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        size = sum(
+            part.nbytes for held in in_state(trainer.state).values() for part in held.values()
+        )
+        beside = follower_module._LEAST_STAGING_BYTES
+        one = opened(tmp_path, memory_bytes=beside + size + size // 2)
+        assert one.advance()
+        trainer.grow()
+        trainer.save()
+        assert one.advance()
+        assert_holds_still(one, trainer.state)
+        # What does not fit at all leaves what is held as it is.
+        for _ in range(60):
+            trainer.grow()
+        trainer.save()
+        with pytest.raises(TooLittleMemory):
+            one.advance()
+        assert_holds(one, 2, in_state(trainer.states[2]))
+
+
+def test_memory_of_another_owner_is_not_taken_for_it():
+    one = SharedMemory(100)
+    MemoryReader(one.place)
+    one_place = one.place
+    one.close()
+    with pytest.raises(OSError):
+        MemoryReader(one_place)
+    other = SharedMemory(100)
+    if other.place.descriptor == one_place.descriptor:
+        with pytest.raises(OSError, match="other memory"):
+            MemoryReader(one_place)
+    other.close()
+    with pytest.raises(OSError, match="another machine"):
+        MemoryReader(memory.Place("elsewhere", os.getpid(), 3, "00"))
+
+
+def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(tmp_path):
+    """What was pinned can be copied to the end, and a write that was cut is seen."""
+    code = (
+        "import sys, time, numpy as np\n"
+        "from deltackpt.service.memory import SharedMemory\n"
+        "one = SharedMemory(4096)\n"
+        "one.begin_write(); one.array(0, (4096,), np.dtype('u1'))[:] = 7; one.end_write()\n"
+        "print(one.place.machine, one.place.pid, one.place.descriptor, one.place.token,"
+        " sep='|', flush=True)\n"
+        "sys.stdin.readline(); one.begin_write(); print('in', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        machine, pid, descriptor, token = owner.stdout.readline().strip().split("|")
+        view = MemoryReader(memory.Place(machine, int(pid), int(descriptor), token))
+        assert view.sequence == 2
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline() == "in\n"
+        assert view.sequence == 3
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(HANG_SECS)
+        assert (view.array(0, (4096,), np.dtype("u1")) == 7).all()
+        with pytest.raises(OSError):
+            MemoryReader(memory.Place(machine, int(pid), int(descriptor), token))
+
+
+# Readers beside the writer.
+
+
+def test_readers_beside_the_writer_see_whole_steps_only(tmp_path):
+    """With a pin each copy is one step; without, a change is seen by the sequence number."""
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        states = {1: flat(in_state(trainer.state), one)}
+        stop, found = threading.Event(), {"pinned": 0, "whole": 0, "changed": 0}
+        failures: list[BaseException] = []
+
+        def copy(pinned: bool) -> None:
+            try:
+                while not stop.is_set():
+                    holding = one.holding
+                    if holding is None:
+                        continue
+                    try:
+                        pin, holding = one.pin(holding.save.save_id, 1) if pinned else (0, holding)
+                    except ServiceUnavailable:
+                        continue
+                    view = MemoryReader(one.place)
+                    before = view.sequence
+                    copied = bytes(view.array(0, (one.nbytes,), np.dtype("u1")))
+                    after = view.sequence
+                    whole = before == after == holding.sequence
+                    if pinned:
+                        assert whole
+                        one.unpin(pin)
+                        found["pinned"] += 1
+                    else:
+                        found["whole" if whole else "changed"] += 1
+                    if whole:
+                        assert copied == states[holding.save.save_id.step]
+            except BaseException as error:
+                failures.append(error)
+
+        readers = [threading.Thread(target=copy, args=(pinned,)) for pinned in (True, False)]
+        for thread in readers:
+            thread.start()
+        real = follower_module._merge
+
+        def slowly(staged, targets):
+            # A copy by a reader without a pin falls into the change.
+            count = found["changed"]
+            for block in staged:
+                real([block], targets)
+            wait_until(lambda: found["changed"] > count or failures)
+
+        try:
+            with mock.patch.object(follower_module, "_merge", slowly):
+                for number in range(10):
+                    trainer.train(200)
+                    state = flat(in_state(trainer.state), one)
+                    states[trainer.step + 1] = state
+                    trainer.save(force_base=number % 5 == 4)
+                    one.advance()
+                    count = found["pinned"]
+                    wait_until(lambda count=count: found["pinned"] > count or failures)
+        finally:
+            stop.set()
+            for thread in readers:
+                thread.join(HANG_SECS)
+        assert not failures, failures
+        assert found["changed"] >= 10 and found["pinned"] >= 10
+
+
+def flat(expected: Tables, one: Follower) -> bytes:
+    """A member's memory as it should be."""
+    layout = one.holding.layout
+    held = shards.regions(layout, 0, 1)
+    out = np.zeros(shards.nbytes(held), np.uint8)
+    for region in held:
+        table = table_of(layout, region)
+        rows = expected[table.name][region.field]
+        out[region.offset :][: region.nbytes] = rows.reshape(-1).view(np.uint8)
+    return out.tobytes()
+
+
+def wait_until(true) -> None:
+    end = time.monotonic() + HANG_SECS
+    while not true():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.001)
+
+
+def test_a_reader_that_dies_with_a_pin_holds_the_writer_up_for_a_limited_time(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        with mock.patch.object(gate, "PIN_SECS", 0.2):
+            pin, _ = one.pin(one.holding.save.save_id, 0)
+            trainer.train()
+            trainer.save()
+            assert one.advance()
+        assert_holds_still(one, trainer.state)
+        assert not one.renew(pin)
+        with pytest.raises(ServiceUnavailable, match="expected a pinned state"):
+            one.read(pin, "any", "values", 0, 1)
+        one.unpin(pin)
+
+
+def test_the_writer_waits_for_a_pin_and_readers_get_one_state_meanwhile(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        first = one.holding
+        pin, _ = one.pin(first.save.save_id, 0)
+        trainer.train()
+        trainer.save()
+        writer = threading.Thread(target=one.advance)
+        writer.start()
+        wait_until(lambda: one._gate._waiting_since is not None)
+        assert one.holding is first
+        # Others come in while it waits for a moment, and not when it has waited for long.
+        other, _ = one.pin(first.save.save_id, 0)
+        one.unpin(other)
+        with mock.patch.object(gate, "_PATIENCE_SECS", 0.0):
+            with pytest.raises(ServiceUnavailable):
+                one.pin(first.save.save_id, 0)
+            assert one.renew(pin)
+            one.unpin(pin)
+        writer.join(HANG_SECS)
+        assert_holds_still(one, trainer.state)
+
+
+def test_a_pin_of_one_gate_means_nothing_to_another():
+    """A member that was restarted knows nothing of the pins before."""
+    one, other = Gate(), Gate()
+    pins = {one.pin(0) for _ in range(20)}
+    others = {other.pin(0) for _ in range(20)}
+    assert not pins & others
+    assert not any(other.renew(pin) for pin in pins)
+    for pin in pins:
+        other.unpin(pin)
+    assert all(other.renew(pin) for pin in others)
+
+
+def test_rows_are_read_from_a_pinned_state_alone(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path, 1, 2)
+        one.advance()
+        pin, holding = one.pin(one.holding.save.save_id, 0)
+        for region in shards.regions(holding.layout, 1, 2):
+            table = table_of(holding.layout, region)
+            expected = in_state(trainer.state)[table.name][region.field]
+            first, last = region.rows
+            rows = one.read(pin, region.group, region.field, first, last)
+            assert rows.tobytes() == expected[first - table.offset : last - table.offset].tobytes()
+            for outside in ((first - 1, last), (first, last + 1)):
+                with pytest.raises(ServiceUnavailable):
+                    one.read(pin, region.group, region.field, *outside)
+            with pytest.raises(ServiceUnavailable):
+                one.read(pin + 1, region.group, region.field, first, last)
+        with pytest.raises(ServiceUnavailable, match="expected it to hold"):
+            one.pin(SaveId(holding.save.save_id.run, 2, 0), 0)

@@ -1,0 +1,728 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service on a real cluster of three nodes: whatever happens to it, never wrong bits."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("ray.cluster_utils", reason="needs deltackpt[ray]", exc_type=ImportError)
+
+import many
+import many_worker
+import ray
+import ray_nodes
+from many import Job
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray_nodes import (
+    HANG_SECS,
+    ROWS,
+    Trainer,
+    assert_same,
+    pids,
+    remove_arrays,
+    restored,
+    started,
+    wait_until,
+)
+
+import deltackpt
+from deltackpt import service, stored
+from deltackpt.blocks import Box
+from deltackpt.errors import (
+    OptionError,
+    ServiceMismatch,
+    ServiceUnavailable,
+    TooLittleMemory,
+)
+from deltackpt.service import RestoreService, ServiceOptions, memory, names, protocol, reading
+
+pytestmark = ray_nodes.IGNORED
+
+P = jax.sharding.PartitionSpec
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with ray_nodes.nodes(3) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def stopped(cluster, standing) -> Iterator[None]:
+    """No service outlives its test, but the standing one."""
+    yield
+    for name in names.listed():
+        if standing.key not in name:
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=names.NAMESPACE), no_restart=True)
+
+
+class Standing:
+    """A service of a directory whose rows are gone from disk."""
+
+    def __init__(self, path: Path):
+        self.root, self.whole = path / "root", path / "whole"
+        with Trainer(self.root) as trainer:
+            for _ in range(3):
+                trainer.save()
+        self.state = trainer.state
+        shutil.copytree(self.root, self.whole)
+        self.service = started(self.root)
+        self.key = names.key(self.root, "embeddings")
+        remove_arrays(self.root)
+
+
+@pytest.fixture(scope="module")
+def standing(cluster, tmp_path_factory) -> Standing:
+    return Standing(tmp_path_factory.mktemp("standing"))
+
+
+def template(state: dict, mesh: tuple[int, int], spec: P, narrow: P, first: int = 0) -> dict:
+    devices = np.array(jax.devices()[first : first + mesh[0] * mesh[1]]).reshape(mesh)
+    mesh = jax.sharding.Mesh(devices, ("x", "y"))
+
+    def leaf(path, leaf):
+        kind = path[0].key
+        spec_ = {"tables": spec, "wide": spec, "narrow": narrow}.get(kind, P())
+        sharding = jax.sharding.NamedSharding(mesh, spec_)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map_with_path(leaf, state)
+
+
+def assert_from_service(found: Any, state: dict) -> None:
+    assert found.service_error is None
+    assert (found.source, found.skipped) == ("service", ())
+    assert_same(found.state, state)
+
+
+def assert_from_storage(found: Any, state: dict, problem: type[Exception] | None) -> None:
+    assert (found.source, found.skipped) == ("storage", ())
+    assert type(found.service_error) is (problem or type(None)), found.service_error
+    assert_same(found.state, state)
+
+
+@contextlib.contextmanager
+def on_another_machine(every: int = 1) -> Iterator[list]:
+    """Members look as if they were on another machine, all of them or every n-th."""
+    count = iter(range(1 << 30))
+    fetched = []
+    real, fetch = memory.machine, reading._Read._fetch
+
+    def machine():
+        return "elsewhere" if next(count) % every == 0 else real()
+
+    def counted(self, pin, copies):
+        fetched.append(pin)
+        return fetch(self, pin, copies)
+
+    with (
+        mock.patch.object(memory, "machine", machine),
+        mock.patch.object(reading._Read, "_fetch", counted),
+        mock.patch.object(reading, "_PIECE_BYTES", 1000),
+    ):
+        yield fetched
+
+
+# Where the tables come from.
+
+
+def test_tables_come_from_memory_where_storage_cannot_be_read(standing):
+    found = restored(standing.root, standing.state)
+    assert_from_service(found, standing.state)
+    again = restored(standing.whole, standing.state)
+    assert_from_storage(again, standing.state, None)
+    assert (found.step, found.chain) == (again.step, again.chain) == (3, (1, 2, 3))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(standing.state))
+    assert found.bytes_read == size - standing.state["bias"].nbytes
+    with pytest.raises(deltackpt.errors.NoIntactStep):
+        restored(standing.root, standing.state, service=None)
+
+
+@pytest.mark.parametrize("machine", ["here", "another", "mixed"])
+@pytest.mark.parametrize(
+    "mesh,spec,narrow",
+    [
+        ((8, 1), P("x"), P("x")),
+        ((2, 4), P(None, "y"), P()),
+        ((4, 2), P("x", "y"), P("x")),
+        ((2, 2), P(), P("y")),
+    ],
+    ids=["rows", "columns", "both", "whole"],
+)
+def test_any_topology_is_filled_from_memory(standing, machine, mesh, spec, narrow):
+    wanted = template(standing.state, mesh, spec, narrow, 8 - mesh[0] * mesh[1])
+    with contextlib.ExitStack() as stack:
+        fetched = []
+        if machine != "here":
+            fetched = stack.enter_context(on_another_machine(1 if machine == "another" else 2))
+        found = restored(standing.root, wanted)
+        assert len(fetched) == {"here": 0, "another": 3, "mixed": len(fetched)}[machine]
+    assert_from_service(found, standing.state)
+    for leaf, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(wanted)):
+        assert leaf.sharding == other.sharding
+
+
+def test_real_processes_are_filled_from_memory(cluster, tmp_path):
+    """Each is connected to the cluster, on another topology than the one that saved."""
+    server, root, model = many.Server(), tmp_path / "root", many_worker.Model()
+    try:
+        with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
+            job.all("open", root=str(root))
+            job.all("start", place={"mesh": [2, 2]})
+            for step in (0, 1):
+                job.all("train", to=step)
+                job.all("save")
+                job.all("wait")
+            job.close()
+        started(root, shards=2)
+        remove_arrays(root)
+        with Job(server, tmp_path / "jobs", processes=4, devices=1, model=model) as job:
+            job.all("connect", address=cluster.address)
+            job.all("open", root=str(root))
+            place = {"mesh": [2, 2], "layout": "turned", "across": "y"}
+            for answer in job.all("restore_latest", place=place, like=1):
+                assert answer["source"] == "service", answer
+                assert (answer["step"], answer["wrong"]) == (1, None)
+            # They agree on what follows.
+            job.all("train", to=2)
+            assert job.one("save")["kind"] == "delta"
+            job.all("wait")
+            job.all("disconnect")
+            job.close()
+    finally:
+        server.close()
+
+
+def test_what_was_restored_stays_when_the_service_goes_on(cluster, tmp_path):
+    """And what becomes of it does nothing to what the service holds."""
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+        found = started(trainer.root, shards=1)
+        first = trainer.states[1]
+        placed = template(first, (1, 1), P(), P())
+        kept = [restored(trainer.root, wanted) for wanted in (first, placed, None)]
+        for one in kept:
+            assert one.source == "service"
+        trainer.save(force_base=True)
+        found.wait_ready(2, HANG_SECS)
+        for one in kept[:2]:
+            assert_same(one.state, first)
+        for name in ROWS:
+            assert kept[2].state["tables"][name].tobytes() == first["tables"][name].tobytes()
+        changed = restored(trainer.root, None)
+        for leaf in jax.tree.leaves(changed.state["tables"]):
+            leaf[...] = 7
+        donated = restored(trainer.root, placed)
+        wiped = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0, x), donate_argnums=0)
+        jax.block_until_ready(wiped(donated.state["tables"]))
+        assert_from_service(restored(trainer.root, placed), trainer.state)
+
+
+def test_grown_tables_keep_the_rows_of_the_template(standing):
+    grown = jax.tree.map(np.array, standing.state)
+    for kind in ("tables", "wide", "narrow"):
+        leaf = grown[kind]["d"]
+        grown[kind]["d"] = np.concatenate([leaf, np.full((24, *leaf.shape[1:]), 5, leaf.dtype)])
+    scratch = jax.tree.map(np.array, grown)
+    for kind in ("tables", "wide", "narrow"):
+        scratch[kind]["d"][:1000] = -1
+    found = restored(standing.root, scratch)
+    assert_from_service(found, grown)
+
+
+# Who else may be asked, and who may not.
+
+
+def test_an_explicit_service_is_asked_and_that_of_another_directory_refused(standing, tmp_path):
+    assert_from_service(
+        restored(standing.root, standing.state, service=service.connect(standing.root)),
+        standing.state,
+    )
+    found = restored(standing.whole, standing.state, service=standing.service)
+    assert_from_storage(found, standing.state, ServiceMismatch)
+    assert "another directory" in str(found.service_error)
+    found = restored(standing.whole, standing.state, service=RestoreService(standing.whole))
+    assert_from_storage(found, standing.state, ServiceUnavailable)
+    with pytest.raises(ServiceUnavailable, match="found none; start one with"):
+        service.connect(standing.whole)
+    assert service.find(standing.whole) is None
+
+
+def test_a_service_that_sees_another_run_under_the_same_path_is_refused(cluster, tmp_path):
+    """Such as a directory that is not shared by the nodes."""
+    theirs = Path(cluster.head_node.get_temp_dir_path()) / "cwd" / "run"
+    for place, seed in ((theirs, 1), (tmp_path / "run", 2)):
+        with Trainer(place) as trainer:
+            trainer.step = 10 * seed
+            trainer.save()
+    # Every process has its own: the nodes' working directory is not ours.
+    root = Path("/proc/self/cwd/run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        started(root, shards=1)
+        found = restored(root, trainer.state, secs=0.5)
+    assert_from_storage(found, trainer.state, ServiceMismatch)
+    assert "of another run" in str(found.service_error)
+    shutil.rmtree(theirs)
+
+
+def test_a_member_of_another_version_is_refused(standing):
+    with mock.patch.object(protocol, "PROTOCOL", protocol.PROTOCOL + 1):
+        found = restored(standing.whole, standing.state, service=None)
+        assert found.service_error is None
+        with ray_nodes.reader(standing.root) as manager, pytest.warns(UserWarning):
+            with pytest.raises(deltackpt.errors.NoIntactStep):
+                manager.restore_latest(standing.state)
+        status = standing.service.status()
+    assert all("ServiceMismatch" in one.problem for one in status.members)
+    assert all("expected an answer of protocol 2" in one.problem for one in status.members)
+    assert_from_service(restored(standing.root, standing.state), standing.state)
+
+
+def test_a_version_mismatch_leaves_storage(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    started(trainer.root, shards=1)
+    with mock.patch.object(protocol, "PROTOCOL", protocol.PROTOCOL + 1):
+        found = restored(trainer.root, trainer.state)
+    assert_from_storage(found, trainer.state, ServiceMismatch)
+    assert "run one version of deltackpt" in str(found.service_error)
+
+
+def test_too_little_memory_is_said_and_storage_still_works(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    found = service.start(trainer.root, options=ServiceOptions(memory_bytes=1 << 20, shards=2))
+    with pytest.raises(TooLittleMemory, match="found 1,048,576; start the service with more"):
+        found.wait_ready(timeout_secs=HANG_SECS)
+    assert_from_storage(restored(trainer.root, trainer.state), trainer.state, ServiceUnavailable)
+    assert all(one.found.nbytes == 0 for one in found.status().members if one.found)
+
+
+# Processes without a service.
+
+_STATE = """
+import sys, warnings
+from pathlib import Path
+{before}
+import numpy as np
+import deltackpt
+root = Path({root!r})
+handlers = {{"embeddings": deltackpt.Tables(select="tables/*")}}
+state = {{"tables": {{"t": np.arange(40, dtype=np.float32).reshape(10, 4)}}}}
+with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
+    manager.save(1, state, touched=deltackpt.touched.init({{"tables/t": state["tables"]["t"]}}))
+    manager.wait()
+    found = manager.restore_latest(state, service="auto")
+    assert (found.source, found.service_error) == ("storage", None), found.service_error
+    assert np.array_equal(found.state["tables"]["t"], state["tables"]["t"])
+import deltackpt.service as service
+from deltackpt.errors import {error}
+try:
+    service.start(root)
+except {error} as error:
+    print(isinstance(error, ImportError), error)
+"""
+
+
+def run_alone(tmp_path: Path, before: str, error: str) -> str:
+    code = _STATE.format(before=before, root=str(tmp_path / "root"), error=error)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECS,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_ray_the_extra_is_named_and_storage_works(tmp_path):
+    said = run_alone(tmp_path, 'sys.modules["ray"] = None', "MissingExtra")
+    assert said.startswith("True") and "pip install 'deltackpt[ray]'" in said
+
+
+def test_a_process_that_is_not_connected_restores_from_storage(tmp_path):
+    before = 'with warnings.catch_warnings():\n    warnings.simplefilter("ignore")\n    import ray'
+    said = run_alone(tmp_path, before, "ServiceUnavailable")
+    assert said.startswith("False") and "ray.init() was not called" in said
+
+
+# Starting and stopping.
+
+
+def test_start_is_idempotent_and_refuses_what_it_cannot_do(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    found = started(trainer.root, shards=2)
+    before = sorted(pids(found.status()))
+    for options in (ServiceOptions(shards=2), ServiceOptions(), None):
+        service.start(trainer.root, options=options)
+        found.wait_ready(timeout_secs=HANG_SECS)
+        assert sorted(pids(found.status())) == before
+    with pytest.raises(ServiceMismatch, match=r"expected 3 shards, found members of \[2\]"):
+        service.start(trainer.root, options=ServiceOptions(shards=3))
+    with pytest.raises(OptionError, match="found 4 for 3 nodes"):
+        service.start(tmp_path / "other", options=ServiceOptions(replicas=4))
+    assert service.stop(trainer.root) == 2
+    wait_until(lambda: service.find(trainer.root) is None, "its names go")
+    for pid in before:
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "its processes end")
+    assert service.stop(trainer.root) == 0
+    assert_from_storage(restored(trainer.root, trainer.state), trainer.state, None)
+    started(trainer.root, shards=3)
+    assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+
+
+def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_path):
+    found = service.start(tmp_path / "root", options=ServiceOptions(poll_secs=0.05))
+    status = wait_until(
+        lambda: (s := found.status()) and len(pids(s)) == 3 and s, "the members answer"
+    )
+    assert status.step is None and status.newest_step is None
+    with pytest.raises(ServiceUnavailable, match="expected every member to hold step None"):
+        found.wait_ready(timeout_secs=0.1)
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+        found.wait_ready(1, HANG_SECS)
+        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+
+
+def test_status_says_what_each_member_is(standing):
+    status = standing.service.status(HANG_SECS)
+    assert (status.step, status.newest_step, status.compactor) == (3, 3, None)
+    assert [(one.member.shard, one.member.shards) for one in status.members] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
+    assert len({one.found.node for one in status.members}) == 3
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(standing.state))
+    held = sum(one.found.nbytes for one in status.members)
+    assert size - 100 <= held < size + 64 * 3 * 12
+    for one in status.members:
+        assert one.problem == "" and one.found.code == "" and one.found.lag_secs >= 0
+        assert one.found.version == deltackpt.__version__
+        assert one.found.directory == str(standing.root)
+
+
+# What is killed, stopped, gone or full.
+
+
+def test_killed_actors_come_back_and_are_the_source_again(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+        found = started(trainer.root, shards=2)
+        for _ in range(3):
+            before = pids(found.status())
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+            # Whatever is there meanwhile.
+            trainer.save()
+            assert_same(restored(trainer.root, trainer.state, secs=2).state, trainer.state)
+            found.wait_ready(trainer.step, HANG_SECS)
+            assert not {*pids(found.status())} & {*before}
+            assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+
+
+def test_a_killed_actor_is_replaced_by_another_replica(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    shutil.copytree(trainer.root, tmp_path / "whole")
+    found = started(trainer.root, shards=2, replicas=2)
+    status = found.status()
+    assert len({(one.member.shard, one.found.node) for one in status.members}) == 4
+    # What they hold is all that there is.
+    remove_arrays(trainer.root)
+    for replica in (0, 1):
+        for one in status.members:
+            if one.member.replica == replica:
+                os.kill(one.found.pid, signal.SIGKILL)
+        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        shutil.copytree(tmp_path / "whole", trainer.root, dirs_exist_ok=True)
+        found.wait_ready(timeout_secs=HANG_SECS)
+        status = found.status()
+        remove_arrays(trainer.root)
+
+
+def test_a_killed_node_is_survived_and_its_members_come_back_elsewhere(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    shutil.copytree(trainer.root, tmp_path / "whole")
+    found = started(trainer.root, replicas=2)
+    remove_arrays(trainer.root)
+    [victim, *_] = cluster.worker_nodes
+    gone = [one for one in found.status().members if one.found.node == victim.node_id]
+    assert len(gone) == 2
+    cluster.remove_node(victim, allow_graceful=False)
+    try:
+        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+        shutil.copytree(tmp_path / "whole", trainer.root, dirs_exist_ok=True)
+        found.wait_ready(timeout_secs=HANG_SECS)
+        status = found.status()
+        assert len(pids(status)) == 6
+        assert victim.node_id not in {one.found.node for one in status.members}
+        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+    finally:
+        ray_nodes.add_node(cluster)
+
+
+def test_the_service_outlives_the_driver_that_started_it(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    code = (
+        "import ray, deltackpt.service as service\n"
+        f"ray.init(address={cluster.address!r}, log_to_driver=False)\n"
+        f"service.start({str(trainer.root)!r}, options=service.ServiceOptions(shards=2))\n"
+        "import os; os._exit(1)\n"
+    )
+    driver = subprocess.run([sys.executable, "-c", code], timeout=HANG_SECS, capture_output=True)
+    assert driver.returncode == 1, driver.stderr.decode()
+    service.connect(trainer.root).wait_ready(timeout_secs=HANG_SECS)
+    remove_arrays(trainer.root)
+    assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+
+
+def test_members_that_do_not_answer_are_waited_for_as_long_as_stated(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+        found = started(trainer.root, shards=2)
+        stopped = pids(found.status())
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            trainer.save()
+            asked = restored(trainer.root, trainer.state, secs=0.5)
+            assert_from_storage(asked, trainer.state, ServiceUnavailable)
+            assert "expected an answer within" in str(asked.service_error)
+            status = found.status(0.2)
+            assert len(status.members) == 2 and not pids(status)
+            assert all("expected an answer within" in one.problem for one in status.members)
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        found.wait_ready(2, HANG_SECS)
+        assert sorted(pids(found.status())) == sorted(stopped)
+        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+
+
+def test_one_of_two_replicas_that_does_not_answer_is_replaced_in_time(cluster, tmp_path):
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    found = started(trainer.root, shards=1, replicas=2)
+    remove_arrays(trainer.root)
+    for one in found.status().members:
+        os.kill(one.found.pid, signal.SIGSTOP)
+        try:
+            assert_from_service(restored(trainer.root, trainer.state, secs=6), trainer.state)
+        finally:
+            os.kill(one.found.pid, signal.SIGCONT)
+        wait_until(lambda: len(pids(found.status())) == 2, "both answer again")
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_a_state_that_goes_away_while_it_is_copied_is_taken_from_another_replica(
+    cluster, tmp_path, lend
+):
+    """Nothing stays of what the first one has given, or lent."""
+    with Trainer(tmp_path / "root") as trainer:
+        trainer.save()
+    members = started(trainer.root, shards=1, replicas=2)
+    remove_arrays(trainer.root)
+    check, lost = reading._Pin.check, []
+
+    def lose_first(pin):
+        if not lost:
+            lost.append(pin)
+            raise ServiceUnavailable("it went on")
+        check(pin)
+
+    real = memory.MemoryReader
+
+    def opened_once(place):
+        # The other replica is on another machine.
+        if lost:
+            raise OSError("elsewhere")
+        view = real(place)
+        # What it held is something else by now.
+        view._bytes = np.full_like(view._bytes, 99)
+        return view
+
+    with (
+        mock.patch.object(reading._Pin, "check", lose_first),
+        mock.patch.object(reading, "MemoryReader", opened_once),
+    ):
+        save = stored.read_save(trainer.root / "1")
+        with members.tables(save, timeout_secs=HANG_SECS, lend=lend) as found:
+            for name in ROWS:
+                fields = found.fields[f"tables/{name}"]
+                for field, kind in (
+                    ("values", "tables"),
+                    ("slot.moment", "wide"),
+                    ("slot.accumulator", "narrow"),
+                ):
+                    assert fields[field].tobytes() == trainer.state[kind][name].tobytes()
+    assert lost
+
+
+def test_memory_is_lent_while_the_state_is_kept(standing):
+    """What is lent is the member's memory itself; where it changed, leaving the context raises."""
+    save = stored.read_save(standing.root / "3")
+    wanted = {"tables/d": {"values": [Box((0, ROWS["d"] // 3), (0, ray_nodes.WIDTH))]}}
+    with standing.service.tables(save, wanted, timeout_secs=HANG_SECS, lend=True) as found:
+        lent = found.fields["tables/d"]["values"]
+        assert found.lent and not lent.flags.writeable
+        assert lent.tobytes() == standing.state["tables"]["d"][: len(lent)].tobytes()
+    context = standing.service.tables(save, wanted, timeout_secs=HANG_SECS, lend=True)
+    context.__enter__()
+    with (
+        mock.patch.object(memory.MemoryReader, "sequence", 1),
+        pytest.raises(ServiceUnavailable, match="found that it went on"),
+    ):
+        context.__exit__(None, None, None)
+
+
+@ray.remote(num_cpus=0)
+class Filler:
+    """Fills the object store of its node with objects that cannot be spilled."""
+
+    def fill(self) -> int:
+        self.held = []
+        for _ in range(200):
+            try:
+                ref = ray.put(np.ones(4 << 20, np.uint8))
+                self.held.append((ref, ray.get(ref, timeout=1)))
+            except ray.exceptions.RayError:
+                break
+            if len(self.held) * (4 << 20) > 2 * ray_nodes.STORE_BYTES:
+                break
+        return len(self.held)
+
+
+def test_a_full_object_store_costs_the_service_at_most(cluster, tmp_path):
+    with Trainer(tmp_path / "root", {"a": 80_000}) as trainer:
+        trainer.save()
+    started(trainer.root)
+    fillers = [
+        Filler.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    try:
+        full = ray.get([filler.fill.remote() for filler in fillers], timeout=HANG_SECS)
+        assert all(count * (4 << 20) > ray_nodes.STORE_BYTES / 2 for count in full), full
+        with on_another_machine() as fetched:
+            with mock.patch.object(reading, "_PIECE_BYTES", 1 << 20):
+                found = restored(trainer.root, trainer.state, secs=5)
+        assert fetched
+        assert_same(found.state, trainer.state)
+        # From memory it needs no object store.
+        assert_from_service(restored(trainer.root, trainer.state), trainer.state)
+    finally:
+        for filler in fillers:
+            ray.kill(filler)
+
+
+# Beside a trainer.
+
+
+def test_a_reader_beside_a_trainer_sees_whole_steps_only(cluster, tmp_path):
+    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=4)}
+    with Trainer(tmp_path / "root", **options) as trainer:
+        trainer.save()
+        started(trainer.root, shards=2)
+        stop, problems = threading.Event(), []
+
+        def train():
+            try:
+                while not stop.is_set() and trainer.step < 1000:
+                    trainer.save()
+            except BaseException as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=train)
+        beside = ray_nodes.reader(trainer.root, 2)
+        thread.start()
+        sources: dict[str, int] = {}
+        try:
+
+            def enough():
+                assert not problems, problems
+                found = ray_nodes.newest(beside, trainer.states[1])
+                assert_same(found.state, trainer.states[found.step])
+                sources[found.source] = sources.get(found.source, 0) + 1
+                return sources.get("service", 0) >= 5 and sum(sources.values()) >= 15
+
+            wait_until(enough, "restores come from the service")
+        finally:
+            stop.set()
+            thread.join(HANG_SECS)
+            beside.close()
+
+
+# The driver.
+
+
+@ray.remote(num_cpus=0)
+def restore_there(root: str, rows: int) -> str:
+    """A trainer process on the cluster."""
+    found = restored(Path(root), ray_nodes.initial({"a": rows}))
+    return json.dumps([found.source, float(np.asarray(found.state["tables"]["a"]).sum())])
+
+
+def test_bytes_through_the_driver_do_not_grow_with_the_tables(cluster, tmp_path):
+    from ray._private import serialization
+
+    context = serialization.SerializationContext
+    sizes: list[int] = []
+
+    def serialize(self, value):
+        found = real_serialize(self, value)
+        sizes.append(found.total_bytes)
+        return found
+
+    def deserialize(self, objects, refs, more):
+        sizes.extend(0 if one[0] is None else len(one[0]) for one in objects)
+        return real_deserialize(self, objects, refs, more)
+
+    real_serialize, real_deserialize = context.serialize, context.deserialize_objects
+    through = []
+    for rows in (2_000, 20_000, 200_000):
+        with Trainer(tmp_path / str(rows), {"a": rows}) as trainer:
+            trainer.save()
+        sizes.clear()
+        with (
+            mock.patch.object(context, "serialize", serialize),
+            mock.patch.object(context, "deserialize_objects", deserialize),
+        ):
+            found = service.start(trainer.root, options=ServiceOptions(shards=2))
+            started_bytes = sum(sizes)
+            found.wait_ready(timeout_secs=HANG_SECS)
+            sizes.clear()
+            found.status()
+            source, total = json.loads(ray.get(restore_there.remote(str(trainer.root), rows)))
+            through.append(started_bytes + sum(sizes))
+        assert source == "service"
+        assert total == float(trainer.state["tables"]["a"].sum())
+        assert sizes and max(sizes) < 10_000
+        service.stop(trainer.root)
+    assert max(through) - min(through) < 1000, through
