@@ -80,6 +80,9 @@ from deltackpt.touched import TouchState
 
 _logger = logging.getLogger(__name__)
 
+#: How often a reader lists steps that a trainer removes meanwhile.
+_LISTINGS = 10
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SaveArguments:
@@ -167,7 +170,7 @@ class CheckpointManager:
         #: Whether a failed save of several processes left its temporary directory.
         self._leftovers = False
         self._reports: list[SaveReport] = []
-        self._orbax = self._open_orbax()
+        self._orbax = self._open_reader() if self.options.read_only else self._open_orbax()
         self._closed = False
 
     # Saving.
@@ -916,6 +919,13 @@ class CheckpointManager:
     @property
     def _fsync(self) -> bool:
         return self.options.durability == "power"
+
+    def _open_reader(self) -> ocp.CheckpointManager:
+        """Orbax beside a trainer: it lists the steps, then looks at each, which may be gone."""
+        for _ in range(_LISTINGS):
+            with contextlib.suppress(FileNotFoundError):
+                return self._open_orbax()
+        return self._open_orbax()
 
     def _open_orbax(self) -> ocp.CheckpointManager:
         options = self.options

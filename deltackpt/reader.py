@@ -55,7 +55,6 @@ class RestoredTables:
       bytes_read: bytes of the stored arrays that were read.
       seconds: wall time of reading and merging.
       source: where they were read from.
-      lent: whether buffers may be memory of the source.
     """
 
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
@@ -64,7 +63,6 @@ class RestoredTables:
     bytes_read: int
     seconds: float
     source: str = "storage"
-    lent: bool = False
     placed: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -158,7 +156,7 @@ def fill(
     with concurrent.futures.ThreadPoolExecutor(readers, "deltackpt-read") as pool:
         try:
             work = list(pool.map(lambda save: pieces(save, targets, numbers), saves))
-            _check_covered(saves[0], targets, work[0])
+            check_covered(saves[0], targets, work[0])
             meter = _Meter(sum(piece.nbytes for found in work for piece in found), progress)
             for found in work:
                 for future in [pool.submit(piece.run, meter, scratch) for piece in found]:
@@ -502,8 +500,17 @@ def reach(rows: Rows) -> Span:
     return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
-def _check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) -> None:
-    """A base must hold every row of what is wanted, exactly once."""
+def check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) -> None:
+    """Checks that a base holds every row of what is wanted, exactly once.
+
+    Args:
+      base: the save.
+      targets: what is wanted.
+      work: its ``pieces``.
+
+    Raises:
+      Damaged: it does not.
+    """
     found: dict[int, int] = collections.Counter()
     for piece in work:
         for target in piece.targets:

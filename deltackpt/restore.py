@@ -106,12 +106,16 @@ def place(
             template = templates[name][field]
             if template.shape[0] > rows[name]:
                 _keep_further_rows(held, template, rows[name])
-            placed.setdefault(name, {})[field] = _placed(held, template, lent=merged.lent)
+            placed.setdefault(name, {})[field] = _placed(held, template)
     return placed
 
 
 def may_borrow(templates: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether placing only reads the buffers: every leaf goes to devices with their own memory."""
+    """Whether placing only reads the buffers: every leaf goes to devices with their own memory.
+
+    On a CPU device jax keeps aligned host memory as the array's, also where it is told not to
+    (0.10.2).
+    """
     return all(_on_accelerators(leaf) for fields in templates.values() for leaf in fields.values())
 
 
@@ -143,7 +147,7 @@ def _boxes(leaf: Any) -> dict[Any, Box]:
     return ownership.boxes(sharding, leaf.shape)
 
 
-def _placed(held: Mapping[Box, np.ndarray], template: Any, *, lent: bool) -> Any:
+def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
     if isinstance(template, np.ndarray):
         [buffer] = held.values()
         return buffer
@@ -151,12 +155,11 @@ def _placed(held: Mapping[Box, np.ndarray], template: Any, *, lent: bool) -> Any
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         [buffer] = held.values()
-        return jax.device_put(buffer, sharding, may_alias=not lent)
+        return jax.device_put(buffer, sharding, may_alias=True)
     boxes = ownership.boxes(sharding, template.shape)
     # A buffer is ours alone and aligned: the CPU backend may keep it without a copy, for one
     # device. Two would overwrite each other's rows where both are donated.
-    times = collections.Counter(boxes.values())
-    once = set() if lent else {box for box, count in times.items() if count == 1}
+    once = {box for box, count in collections.Counter(boxes.values()).items() if count == 1}
     arrays = [
         jax.device_put(held[box], jax.sharding.SingleDeviceSharding(device), may_alias=box in once)
         for device, box in boxes.items()

@@ -24,6 +24,7 @@ from many import Answer, Job, Server
 from many_worker import Model
 
 import deltackpt
+from deltackpt import compact
 from deltackpt.storage import arrays
 
 #: Limit of a save that misses a process: longer than processes on a busy machine are apart.
@@ -210,6 +211,26 @@ def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_pat
             assert (answer["step"], answer["wrong"], answer["chain"]) == (5, None, [3, 4, 5])
         job.close()
     assert step_numbers(root) == [3, 4, 5]
+
+
+def test_processes_that_leave_bases_to_compaction_go_on_from_one_alike(server, tmp_path):
+    root = tmp_path / "root"
+    options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "retention": 1}
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, {"mesh": [2, 2]}, bases="compacted", **options)
+        kinds = [saved(job, step)[0]["kind"] for step in range(3)]
+        assert kinds == ["base", "delta", "delta"]
+        assert 0 in step_numbers(root)
+        done = compact.compact(root)
+        assert done is not None and (done.step, done.deltas) == (2, 1)
+        # The first save tells both processes of the base, the second goes on from it.
+        assert [saved(job, step)[0]["kind"] for step in (3, 4, 5)] == ["delta"] * 3
+        for answer in job.all("restore_latest", place={"mesh": [1, 4]}, like=5):
+            assert (answer["step"], answer["wrong"], answer["chain"]) == (5, None, [2, 5])
+        job.close()
+    # Nothing needs the trainer's own base any more.
+    assert step_numbers(root) == [4, 5]
+    assert_read_alone(root, 5)
 
 
 @pytest.mark.parametrize(("when_busy", "held_up"), [("skip", 1), ("coalesce", 0)])

@@ -12,6 +12,7 @@ import os
 import threading
 
 import numpy as np
+import ray
 
 from deltackpt.errors import DeltackptError, ServiceUnavailable
 from deltackpt.manifest import SaveId
@@ -26,6 +27,8 @@ _logger = logging.getLogger(__name__)
 #: Longest rest between two looks at a directory that cannot be used.
 _REST_SECS = 5.0
 _STOP_SECS = 10.0
+#: Threads for calls that may wait, or copy; the others answer at once whatever these do.
+CONCURRENCY = {"pin": 16, "read": 4}
 
 
 class RestoreActor:
@@ -71,6 +74,7 @@ class RestoreActor:
             )
         )
 
+    @ray.method(concurrency_group="pin")
     def pin(self, run: str, step: int, attempt: int, timeout_secs: float) -> bytes:
         """Keeps a state for a reader: ``Pinned``."""
         follower, wanted = self._follower, SaveId(run, step, attempt)
@@ -103,6 +107,7 @@ class RestoreActor:
         if self._follower is not None:
             self._follower.unpin(pin)
 
+    @ray.method(concurrency_group="read")
     def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray | str:
         """The bytes of virtual rows of a pinned state; words where they cannot be had."""
         if self._follower is None:

@@ -252,14 +252,14 @@ class Follower:
         held = self._holding
         if held is not None and held.save.save_id == newest.info.save_id:
             return False
-        same = held is not None and held.layout == newest.layout
-        further = _since(newest, held.save.save_id) if held is not None and same else None
+        further = _since(newest, held) if held is not None else None
         if held is not None and further is not None:
+            before, saves = further
             try:
-                self._apply(further, held)
+                self._apply(saves, before)
                 return True
             except RestoreError as error:
-                stored.raise_if_removed(further, error)
+                stored.raise_if_removed(saves, error)
                 base = stored.read_chain(step_dir, self._item)[0]
                 if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
@@ -271,7 +271,7 @@ class Follower:
     def _take_chain(self, saves: Sequence[StoredSave]) -> None:
         held = self._holding
         if held is not None and held.layout == saves[-1].layout == saves[0].layout:
-            self._apply(saves, held)
+            self._apply(saves, ())
         else:
             self._load(saves)
 
@@ -295,14 +295,19 @@ class Follower:
         with self._changing(tables) as publish:
             publish(chain, newest.step_dir)
 
-    def _apply(self, saves: Sequence[StoredSave], held: Holding) -> None:
-        """Adds saves of the same tables to what is held, and makes the last the one that is."""
+    def _apply(self, saves: Sequence[StoredSave], before: tuple[SaveInfo, ...]) -> None:
+        """Adds saves of the same tables to what is held, and makes the last the one that is.
+
+        Args:
+          saves: oldest first.
+          before: what of the held chain they go on from; nothing where the first is a base.
+        """
         tables = self._tables
         assert tables is not None
-        chain = tuple(save.info for save in saves)
-        if chain[0].kind != "base":
-            chain = (*held.chain, *chain)
+        chain = (*before, *(save.info for save in saves))
         work = [(save, reader.pieces(save, tables.targets)) for save in saves]
+        if not before:
+            reader.check_covered(saves[0], tables.targets, work[0][1])
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:
@@ -398,25 +403,35 @@ def _stamp(step_dir: Path) -> _Stamp:
     return step_dir.name, found.st_dev, found.st_ino, found.st_ctime_ns
 
 
-def _since(newest: StoredSave, held: SaveId) -> list[StoredSave] | None:
-    """The saves after the one that is held, oldest first; None where it is none of their parents.
+def _since(
+    newest: StoredSave, held: Holding
+) -> tuple[tuple[SaveInfo, ...], list[StoredSave]] | None:
+    """The part of the held chain that a save goes on from, and the saves from there to it.
 
-    Where the parents do not fit together, reading the whole chain will say so.
+    A save that goes on from an earlier one than the newest held may still be added to what is
+    held, where it is a later one of the same run: it has every row that was touched since that
+    earlier one. Where the parents do not fit together, None: reading the whole chain will say so.
     """
+    numbers = {info.save_id: number for number, info in enumerate(held.chain)}
+    last = held.save.save_id
     found = [newest]
-    while True:
-        parent = found[-1].info.parent
-        if parent is None or parent.save_id.step >= found[-1].info.save_id.step:
+    while found[-1].layout == held.layout:
+        save_id, parent = found[-1].info.save_id, found[-1].info.parent
+        if parent is None or parent.save_id.step >= save_id.step:
             return None
-        if parent.save_id == held:
-            return found[::-1]
+        if parent.save_id in numbers:
+            later = save_id.run == last.run and save_id.step > last.step
+            if parent.save_id != last and not later:
+                return None
+            return held.chain[: numbers[parent.save_id] + 1], found[::-1]
         try:
             save = stored.read_save(newest.step_dir.parent / parent.step_dir, newest.item)
         except (RestoreError, StorageError):
             return None
-        if save.info.save_id != parent.save_id or save.layout != newest.layout:
+        if save.info.save_id != parent.save_id:
             return None
         found.append(save)
+    return None
 
 
 def _found(piece: Piece, *, compare: bool) -> list[RowBlock]:

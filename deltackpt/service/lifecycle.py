@@ -16,14 +16,12 @@ from deltackpt import layout
 from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable
 from deltackpt.root import Root
 from deltackpt.service import names
-from deltackpt.service.actor import RestoreActor
+from deltackpt.service.actor import CONCURRENCY, RestoreActor
 from deltackpt.service.client import RestoreService
 from deltackpt.service.compactor import Compactor
 from deltackpt.service.names import Member
 from deltackpt.service.options import ServiceOptions
 
-#: Questions that a member answers at a time.
-_THREADS = 16
 _STOP_SECS = 15.0
 
 
@@ -66,7 +64,8 @@ def start(
             f"ServiceOptions.replicas: expected at most one per node, found {options.replicas} "
             f"for {len(nodes)} nodes"
         )
-    actor: Any = ray.remote(RestoreActor)
+    remote: Any = ray.remote
+    actor = remote(concurrency_groups=CONCURRENCY)(RestoreActor)
     for shard in range(count):
         for replica in range(options.replicas):
             member = Member(key, shard, count, replica)
@@ -74,7 +73,7 @@ def start(
                 **_standing(
                     member.name, nodes[(shard + replica) % len(nodes)], options.memory_bytes
                 ),
-                max_concurrency=_THREADS,
+                max_concurrency=4,
             ).remote(str(path), member, options)
     if options.compact_after is not None:
         ray.remote(Compactor).options(

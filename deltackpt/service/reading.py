@@ -107,7 +107,6 @@ def reading(
             bytes_read=sum(copy.nbytes for copies in work for copy in copies),
             seconds=time.perf_counter() - started,
             source="service",
-            lent=lend,
         )
         pins.check()
 
