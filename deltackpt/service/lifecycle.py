@@ -22,13 +22,17 @@ from deltackpt.service.compactor import Compactor
 from deltackpt.service.names import Member
 from deltackpt.service.options import ServiceOptions
 
+_START_SECS = 30.0
 _STOP_SECS = 15.0
 
 
 def start(
     directory: str | os.PathLike[str], *, options: ServiceOptions | None = None
 ) -> RestoreService:
-    """Starts the service of a directory, or what is missing of it; returns at once.
+    """Starts the service of a directory, or what is missing of it.
+
+    It returns when the members are there, which then load in the background, or after
+    half a minute where the cluster has no room for them yet.
 
     The members are detached actors: they outlive the job that starts them, and Ray restarts those
     that die, on another node where theirs is gone. Shard i prefers node i, as the shards of a mesh
@@ -64,21 +68,27 @@ def start(
             f"ServiceOptions.replicas: expected at most one per node, found {options.replicas} "
             f"for {len(nodes)} nodes"
         )
+    created = []
     remote: Any = ray.remote
     actor = remote(concurrency_groups=CONCURRENCY)(RestoreActor)
     for shard in range(count):
         for replica in range(options.replicas):
             member = Member(key, shard, count, replica)
-            actor.options(
+            handle = actor.options(
                 **_standing(
                     member.name, nodes[(shard + replica) % len(nodes)], options.memory_bytes
                 ),
                 max_concurrency=4,
             ).remote(str(path), member, options)
+            created.append(handle.describe.remote())
     if options.compact_after is not None:
-        ray.remote(Compactor).options(
+        compactor: Any = ray.remote(Compactor)
+        handle = compactor.options(
             **_standing(names.compactor_name(key), nodes[-1]), max_concurrency=2
         ).remote(str(path), count, options)
+        created.append(handle.describe.remote())
+    # A detached actor whose driver ends before it was created is forgotten.
+    ray.wait(created, num_returns=len(created), timeout=_START_SECS)
     return RestoreService(path, options.item)
 
 
