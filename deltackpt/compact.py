@@ -62,6 +62,7 @@ from deltackpt.manifest import (
 )
 from deltackpt.merge import Target
 from deltackpt.reader import HeldRows, Progress, Targets
+from deltackpt.root import Root
 from deltackpt.staging import Staging
 from deltackpt.storage import arrays, files, gaps
 from deltackpt.stored import StoredPart, StoredSave
@@ -228,12 +229,15 @@ def exclusive(directory: Path) -> Iterator[None]:
     Raises:
       AlreadyCompacting: another process holds it.
       StepNotFound: there is no such directory.
+      ForeignDirectory: it holds other things than checkpoints.
       StorageError: the directory cannot be written.
     """
     if not directory.is_dir():
         raise StepNotFound(
             f"{directory}: expected a directory of steps, found none; check the path"
         )
+    # Before anything is made there: it may be another's.
+    Root.open(directory, read_only=True).close()
     folder = directory / layout.COMPACTED
     path = folder / layout.COMPACTION_LOCK
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,9 @@ expected, what was found and what to do next.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class DeltackptError(Exception):
@@ -204,3 +206,12 @@ class TooLittleMemory(ServiceError):
     """The rows that a member of the service should hold do not fit into its memory."""
 
     code = "too-little-memory"
+
+
+def without_frames(error: _Error) -> _Error:
+    """An error that is kept, without the frames that raised it: they keep their buffers alive."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+    return error

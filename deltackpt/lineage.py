@@ -166,35 +166,37 @@ class Lineage:
 
     def adopt(
         self,
-        chain: Sequence[SaveInfo],
+        target: SaveInfo,
         step_dir: Path,
         layout: Any,
         *,
+        sizes: Sequence[int],
         restores: int = 0,
         run: str | None = None,
     ) -> None:
         """Starts a new run at a restored step: the parent of what follows, at clock 0.
 
         Args:
-          chain: the saves that were restored, base first.
+          target: the save that was restored.
           step_dir: the restored step.
           layout: the tables' layout.
+          sizes: bytes of each save of its chain, base first; several processes must have agreed
+            on them.
           restores: how often training had been restored when the step was saved.
           run: id of the new run; several processes must have agreed on it.
         """
         with self._lock:
             self._start_run(run)
             self._restores = restores + 1
-            target = chain[-1]
             self._previous = self._anchor = _Known(
                 info=target,
                 path=step_dir,
                 clock=0,
                 layout=layout,
-                total_bytes=sum(info.nbytes for info in chain),
-                chain_length=len(chain) - 1,
+                total_bytes=sum(sizes),
+                chain_length=len(sizes) - 1,
             )
-            self._base_bytes = chain[0].nbytes
+            self._base_bytes = sizes[0]
             self._since = [self._previous]
 
     def newest_compacted(self) -> BaseRef | None:

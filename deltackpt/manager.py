@@ -50,15 +50,17 @@ from deltackpt.errors import (
     ServiceError,
     ServiceUnavailable,
     StepGone,
+    StorageError,
     TemplateMismatch,
     WaitTimeout,
+    without_frames,
 )
 from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
-from deltackpt.manifest import Layout
+from deltackpt.manifest import Layout, SaveId
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
 from deltackpt.pipeline import (
@@ -561,8 +563,11 @@ class CheckpointManager:
             if self._leftovers:
                 self._root.remove_leftovers()
                 self._leftovers = False
-            self._root.collect(self._lineage.protected)
             self._report(flight)
+            try:
+                self._root.collect(self._lineage.protected)
+            except StorageError as error:
+                warnings.warn(f"what nothing needs could not be removed: {error}", stacklevel=4)
         return failure
 
     def _settle_quietly(self) -> None:
@@ -666,9 +671,13 @@ class CheckpointManager:
             error = self._gone(step_dir, caught)
         self._together(f"finding step {step}", error)
         assert found is not None
+        own = dataclasses.astuple(found.target.info.save_id)
+        agreed = self._peers.agree("choosing a save", own)
         loaded: _Loaded | None = None
         try:
+            self._check_stays(found.target, SaveId(*agreed))
             loaded = self._load(step, found, progress)
+            self._check_stays(found.target, loaded.tables.chain[-1].save_id)
         except Exception as caught:
             error = self._gone(step_dir, caught)
         self._together(f"restoring step {step}", error)
@@ -680,12 +689,18 @@ class CheckpointManager:
         else:
             state, fresh = self._joined(template, found.expected, merged, leaves)
             extra = self._restore_items(step, items)
+            if items:
+                # All processes or none: each has looked at the step after its tables already.
+                self._together(f"restoring items of step {step}", self._moved_on(found.target))
         if wanted is None and not self.options.read_only:
             run = self._peers.agree("a new run", new_run())
+            # Each process may have read another chain to the step; all decide from one.
+            sizes = self._peers.agree("what was read", [info.nbytes for info in merged.chain])
             self._lineage.adopt(
-                merged.chain,
+                merged.chain[-1],
                 step_dir,
                 merged.layout,
+                sizes=sizes,
                 restores=found.target.head.restores,
                 run=run,
             )
@@ -712,6 +727,28 @@ class CheckpointManager:
         )
         events.emit(event, self._sinks)
         return result
+
+    def _check_stays(self, target: StoredSave, found: SaveId) -> None:
+        """Checks that a step is still the save that it was, wherever parts of it came from.
+
+        Raises:
+          StepGone: it was removed, and another save may have its number.
+        """
+        wanted = target.info.save_id
+        with contextlib.suppress(RestoreError):
+            if found == wanted == stored.read_save(target.step_dir, self._item).info.save_id:
+                return
+        raise StepGone(
+            f"step directory {target.step_dir}: expected save id {wanted} to stay while it was "
+            "read, found it removed or replaced; restore the newest step instead"
+        )
+
+    def _moved_on(self, target: StoredSave) -> StepGone | None:
+        try:
+            self._check_stays(target, target.info.save_id)
+        except StepGone as error:
+            return error
+        return None
 
     def _source(
         self, service: RowSource | Literal["auto"] | None
@@ -1070,10 +1107,10 @@ def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:
 def _service_error(error: Exception) -> ServiceError:
     """Whatever a source raises: storage still has the step."""
     if isinstance(error, ServiceError):
-        return error
+        return without_frames(error)
     found = ServiceUnavailable(
         f"restore service: expected the tables or a ServiceError, found {type(error).__name__}: "
         f"{error}; the step comes from storage"
     )
-    found.__cause__ = error
+    found.__cause__ = without_frames(error)
     return found

@@ -41,8 +41,10 @@ TABLES = deltackpt.Tables(
 )
 HANDLERS = {"embeddings": TABLES}
 
-#: Ray's own, at its import and where its sockets are left to the garbage collector.
+#: Ray's own, at its import and where its sockets are left to the garbage collector; it starts its
+#: processes by forks, and tests before have started the threads of jax.
 IGNORED = [
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

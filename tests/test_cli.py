@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from test_compact import chain, write_chain
 
-from deltackpt import cli, compact
+from deltackpt import arguments, cli, compact
 
 
 def run(*arguments: object):
@@ -59,7 +59,7 @@ def test_errors_are_one_line_with_their_code_and_an_exit_code(tmp_path):
     ("text", "nbytes"), [("1GiB", 1 << 30), ("512M", 512 << 20), ("1.5k", 1536), ("77", 77)]
 )
 def test_sizes_have_units(text, nbytes):
-    assert cli._Bytes().convert(text, None, None) == nbytes
+    assert arguments.Size().convert(text, None, None) == nbytes
 
 
 def test_help_has_examples_and_needs_neither_jax_nor_ray():

@@ -29,6 +29,7 @@ from deltackpt.errors import (
     AlreadyCompacting,
     BrokenChain,
     Damaged,
+    ForeignDirectory,
     OptionError,
     OutOfSpace,
     RestoreError,
@@ -249,6 +250,12 @@ def test_what_cannot_be_compacted_is_a_typed_error(tmp_path):
         fold(tmp_path / "nowhere")
     with pytest.raises(StepNotFound, match="committed steps"):
         fold(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("not ours")
+    with pytest.raises(ForeignDirectory):
+        fold(other)
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
     write_chain(tmp_path / "root")
     with pytest.raises(StepNotFound):
         fold(tmp_path / "root", 99)

@@ -391,6 +391,24 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
         ]
 
 
+def test_training_that_goes_back_in_memory_leaves_nothing_of_what_it_gave_up(tmp_path):
+    with Trainer(tmp_path, policy=deltackpt.OneShot()) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        advanced(one)
+        kept = trainer.state, trainer.marks
+        trainer.train()
+        trainer.save()
+        advanced(one)
+        # A spike of the loss, say: the state that was kept goes on, and soon has as many marks.
+        trainer.state, trainer.marks = kept
+        trainer.train()
+        trainer.train()
+        trainer.save()
+        advanced(one)
+    assert_holds(one, trainer.step, in_state(trainer.state))
+
+
 @pytest.mark.parametrize("kind", ["delta", "base"])
 def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
     tmp_path, monkeypatch, kind

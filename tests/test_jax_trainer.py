@@ -17,6 +17,7 @@ pytest.importorskip("ray.train", reason="needs deltackpt[ray]", exc_type=ImportE
 
 import ray
 import ray.train
+import ray_nodes
 import ray_worker
 from ray.train.v2.jax import JaxTrainer
 
@@ -24,10 +25,7 @@ import deltackpt
 from deltackpt import errors
 from deltackpt.service import jax_trainer
 
-pytestmark = [
-    # Ray's own, and what its shutdown leaves to the garbage collector.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
-]
+pytestmark = ray_nodes.IGNORED
 
 WORKERS = ray.train.ScalingConfig(num_workers=2)
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

@@ -440,7 +440,8 @@ def test_status_says_what_each_member_is(standing):
 
 
 def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path):
-    options = {"bases": "compacted", "retention": 2, "policy": deltackpt.Consecutive(max_chain=4)}
+    policy = deltackpt.Consecutive(max_chain=100, max_restore_ratio=20)
+    options = {"bases": "compacted", "retention": 2, "policy": policy}
     with Trainer(tmp_path / "root", **options) as trainer:
         trainer.save()
         found = started(trainer.root, shards=2, compact_after=2)

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 import ray
 
-from deltackpt.errors import DeltackptError, ServiceUnavailable
+from deltackpt.errors import DeltackptError, ServiceUnavailable, without_frames
 from deltackpt.manifest import SaveId
 from deltackpt.service import names, protocol
 from deltackpt.service.follower import Follower
@@ -145,4 +145,7 @@ class RestoreActor:
                 # Whatever it is, a later look may find it mended; until then it is told.
                 if str(error) != str(self._error):
                     _logger.warning("%s of %s", self._member, self._directory, exc_info=True)
-                self._error, rest = error, min(_REST_SECS, 2 * rest + self._options.poll_secs)
+                self._error, rest = (
+                    without_frames(error),
+                    min(_REST_SECS, 2 * rest + self._options.poll_secs),
+                )

@@ -18,7 +18,7 @@ import ray.exceptions
 
 from deltackpt import compact, stored
 from deltackpt.compact import Compacted, Folded, Plan
-from deltackpt.errors import ServiceUnavailable
+from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
 from deltackpt.reader import Progress
 from deltackpt.root import Root
 from deltackpt.service.options import ServiceOptions
@@ -28,6 +28,9 @@ _logger = logging.getLogger(__name__)
 _STOP_SECS = 10.0
 #: Looks at the directory are that much rarer than those of the members.
 _RARER = 5
+_MOST_REST_SECS = 300.0
+#: A part has some GiB.
+_PART_SECS = 1800.0
 
 
 class Compactor:
@@ -62,15 +65,20 @@ class Compactor:
         self._thread.join(_STOP_SECS)
 
     def _run(self) -> None:
-        while not self._stopping.wait(_RARER * self._options.poll_secs):
+        rest = least = _RARER * self._options.poll_secs
+        while not self._stopping.wait(rest):
             try:
                 self._look()
+                rest = least
             except Exception as error:
-                # Whatever it is, a later step may do; until then it is told.
                 text = f"{type(error).__name__}: {error}"
                 if text != self._says:
                     _logger.warning("compaction of %s: %s", self._directory, text, exc_info=True)
                 self._says = text
+                rest = min(_MOST_REST_SECS, 2 * rest)
+                if isinstance(error, (AlreadyCompacting, ServiceUnavailable)):
+                    # Nothing is wrong with the step: it is looked at again.
+                    self._looked = None
 
     def _look(self) -> None:
         """Folds the newest step where its chain is long enough; looks at each step once."""
@@ -79,6 +87,7 @@ class Compactor:
         newest = max(self._root.steps(), default=None)
         if newest is None or newest == self._looked:
             return
+        self._looked = newest
         deltas = len(stored.read_chain(self._root.step_dir(newest), self._options.item)) - 1
         if deltas >= self._after:
             self._says = f"folds step {newest}"
@@ -91,7 +100,6 @@ class Compactor:
                 fold_all=_by_tasks,
             )
             self._says = _told(done)
-        self._looked = newest
 
 
 def _told(done: Compacted | None) -> str:
@@ -119,7 +127,12 @@ def _by_tasks(
             while waiting and len(running) < workers:
                 number = waiting.pop(0)
                 running[task.remote(plan, number, memory_bytes)] = number
-            done, _ = ray.wait(list(running), num_returns=1)
+            done, _ = ray.wait(list(running), num_returns=1, timeout=_PART_SECS)
+            if not done:
+                raise ServiceUnavailable(
+                    f"compaction of step {plan.step}: expected a part of it within {_PART_SECS:.0f}"
+                    " s, found none; look at the storage of the nodes"
+                )
             for call in done:
                 found[running.pop(call)] = ray.get(call)
     except ray.exceptions.RayTaskError as error:

@@ -12,8 +12,10 @@ recommendation models" (thesis), where a loading process applies streamed rows t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ from deltackpt.errors import (
     StepGone,
     StorageError,
     TooLittleMemory,
+    without_frames,
 )
 from deltackpt.manifest import Layout, SaveId
 from deltackpt.merge import Target
@@ -180,10 +183,10 @@ class Follower:
             try:
                 taken = self._take(step_dir)
             except StepGone as error:
-                failure = failure or error
+                failure = failure or without_frames(error)
                 continue
             except RestoreError as error:
-                self._refused[stamp] = time.monotonic() + _REFUSED_SECS, error
+                self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
                 failure = failure or error
                 continue
             self._seen = stamp
@@ -254,12 +257,11 @@ class Follower:
             return False
         further = _since(newest, held) if held is not None else None
         if held is not None and further is not None:
-            before, saves = further
             try:
-                self._apply(saves, before)
+                self._apply(further, held.chain)
                 return True
             except RestoreError as error:
-                stored.raise_if_removed(saves, error)
+                stored.raise_if_removed(further, error)
                 base = stored.read_chain(step_dir, self._item)[0]
                 if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
@@ -305,22 +307,28 @@ class Follower:
         tables = self._tables
         assert tables is not None
         chain = (*before, *(save.info for save in saves))
-        work = [(save, reader.pieces(save, tables.targets)) for save in saves]
         if not before:
-            reader.check_covered(saves[0], tables.targets, work[0][1])
+            reader.check_covered(saves[0], tables.targets, reader.pieces(saves[0], tables.targets))
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:
             publish = None
-            for save, pieces in work:
-                for piece in pieces:
-                    found = _found(piece, compare=save.info.kind == "base")
-                    staged += found
-                    staged_bytes += sum(one.nbytes for one in found)
-                    if staged_bytes > tables.staging_bytes:
-                        publish = publish or stack.enter_context(self._changing(tables))
-                        _merge(staged, tables.targets)
-                        staged, staged_bytes = [], 0
+            for number, (save, piece) in enumerate(_work(saves, tables.targets)):
+                found = _found(piece, compare=save.info.kind == "base")
+                staged += found
+                staged_bytes += sum(one.nbytes for one in found)
+                if staged_bytes <= tables.staging_bytes:
+                    continue
+                if publish is None:
+                    # The rest does not fit beside what is held: it is verified before that
+                    # begins to change, and read again.
+                    for _, later in itertools.islice(
+                        _work(saves, tables.targets), number + 1, None
+                    ):
+                        collections.deque(later.load(), maxlen=0)
+                    publish = stack.enter_context(self._changing(tables))
+                _merge(staged, tables.targets)
+                staged, staged_bytes = [], 0
             publish = publish or stack.enter_context(self._changing(tables))
             _merge(staged, tables.targets)
             publish(chain, saves[-1].step_dir)
@@ -403,27 +411,21 @@ def _stamp(step_dir: Path) -> _Stamp:
     return step_dir.name, found.st_dev, found.st_ino, found.st_ctime_ns
 
 
-def _since(
-    newest: StoredSave, held: Holding
-) -> tuple[tuple[SaveInfo, ...], list[StoredSave]] | None:
-    """The part of the held chain that a save goes on from, and the saves from there to it.
+def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
+    """The saves after the one that is held, oldest first; None where it is none of their parents.
 
-    A save that goes on from an earlier one than the newest held may still be added to what is
-    held, where it is a later one of the same run: it has every row that was touched since that
-    earlier one. Where the parents do not fit together, None: reading the whole chain will say so.
+    Only its children may be added to what is held. A delta against an earlier save has every row
+    that was touched since, but for a training that went back in memory: rows that are held may
+    then be of moments that were given up. Where parents do not fit together, reading the whole
+    chain will say so.
     """
-    numbers = {info.save_id: number for number, info in enumerate(held.chain)}
-    last = held.save.save_id
     found = [newest]
     while found[-1].layout == held.layout:
         save_id, parent = found[-1].info.save_id, found[-1].info.parent
         if parent is None or parent.save_id.step >= save_id.step:
             return None
-        if parent.save_id in numbers:
-            later = save_id.run == last.run and save_id.step > last.step
-            if parent.save_id != last and not later:
-                return None
-            return held.chain[: numbers[parent.save_id] + 1], found[::-1]
+        if parent.save_id == held.save.save_id:
+            return found[::-1]
         try:
             save = stored.read_save(newest.step_dir.parent / parent.step_dir, newest.item)
         except (RestoreError, StorageError):
@@ -432,6 +434,13 @@ def _since(
             return None
         found.append(save)
     return None
+
+
+def _work(saves: Sequence[StoredSave], targets: Targets) -> Iterator[tuple[StoredSave, Piece]]:
+    """The pieces of saves in their order; the row numbers of one save are in memory at a time."""
+    for save in saves:
+        for piece in reader.pieces(save, targets):
+            yield save, piece
 
 
 def _found(piece: Piece, *, compare: bool) -> list[RowBlock]:

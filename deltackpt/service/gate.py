@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 #: A reader that was killed holds the writer up so long at most.
 PIN_SECS = 30.0
+#: A reader that lives holds it up so long at most, however often it asks for more.
+MOST_PINNED_SECS = 600.0
 #: So long new readers may come in while the writer waits for others.
 _PATIENCE_SECS = 5.0
 
@@ -24,8 +26,8 @@ class Gate:
     def __init__(self) -> None:
         """Open for everybody."""
         self._changed = threading.Condition()
-        #: Pin to when it ends, on the monotonic clock.
-        self._pins: dict[int, float] = {}
+        #: Pin to when it ends, and to when it ends at the latest, on the monotonic clock.
+        self._pins: dict[int, tuple[float, float]] = {}
         self._writing = False
         self._waiting_since: float | None = None
 
@@ -38,15 +40,18 @@ class Gate:
                     return None
             # Drawn, so that it means nothing to a gate that has taken the place of this one.
             pin = 1 + secrets.randbits(62)
-            self._pins[pin] = time.monotonic() + PIN_SECS
+            now = time.monotonic()
+            self._pins[pin] = now + PIN_SECS, now + MOST_PINNED_SECS
             return pin
 
     def renew(self, pin: int) -> bool:
-        """Keeps the writer out for ``PIN_SECS`` from now; False where the pin has ended."""
+        """Keeps the writer out for ``PIN_SECS`` more, if it may; False where the pin has ended."""
         with self._changed:
-            if self._pins.get(pin, 0) <= time.monotonic():
+            now = time.monotonic()
+            end, latest = self._pins.get(pin, (now, now))
+            if end <= now:
                 return False
-            self._pins[pin] = time.monotonic() + PIN_SECS
+            self._pins[pin] = min(now + PIN_SECS, latest), latest
             return True
 
     def unpin(self, pin: int) -> None:
@@ -77,5 +82,5 @@ class Gate:
     def _pinned_secs(self) -> float:
         """How long the last pin lasts; forgets those that have ended."""
         now = time.monotonic()
-        self._pins = {pin: end for pin, end in self._pins.items() if end > now}
-        return max(self._pins.values(), default=now) - now
+        self._pins = {pin: ends for pin, ends in self._pins.items() if ends[0] > now}
+        return max((end for end, _ in self._pins.values()), default=now) - now

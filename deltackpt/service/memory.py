@@ -141,15 +141,18 @@ def available_bytes() -> int:
     """Bytes of memory that this process may still take: of the machine and of its container."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     found = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
+    for folder, limit, used, prefix in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         # Absent outside of a container, and "max" where it has no limit.
         with contextlib.suppress(OSError, ValueError):
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-            found = min(found, max(0, left))
+            left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
+            lines = Path(folder, "memory.stat").read_text().splitlines()
+            told = dict(line.split() for line in lines)
+            # What is used counts the page cache of files, which goes where memory is needed.
+            cached = sum(
+                int(told.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
+            )
+            found = min(found, max(0, left + cached))
     return found

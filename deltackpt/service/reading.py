@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import mmap
 import os
 import threading
 import time
@@ -89,10 +88,6 @@ def reading(
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(copiers, "deltackpt-copy"))
         pins = stack.enter_context(_Pins())
         lent = buffers if lend else None
-        if not lend:
-            # Taking fresh pages is half of a copy: it begins while the members are asked.
-            for copy in _pieces([copy for copies in work for copy in copies]):
-                pool.submit(_touch, copy)
         read = _Read(save, timeout_secs, pins, pool, lent)
         askers = stack.enter_context(
             concurrent.futures.ThreadPoolExecutor(
@@ -326,12 +321,6 @@ def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
         rows = max(1, _PIECE_BYTES // max(1, copy.region.row_bytes))
         for start in range(copy.start, copy.stop, rows):
             yield copy._replace(start=start, stop=min(copy.stop, start + rows))
-
-
-def _touch(piece: _Copy) -> None:
-    """Has the memory that rows will be copied to given to this process."""
-    out = piece.target.buffer[piece.start - piece.target.rows[0] :][: piece.stop - piece.start]
-    out.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:

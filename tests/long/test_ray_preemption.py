@@ -16,6 +16,7 @@ pytest.importorskip("ray.train", reason="needs deltackpt[ray]", exc_type=ImportE
 
 import ray
 import ray.train
+import ray_nodes
 import ray_worker
 from ray.cluster_utils import Cluster
 from test_jax_trainer import WORKERS, assert_exact, noted, run_config
@@ -24,7 +25,7 @@ from deltackpt.service import jax_trainer
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
+    *ray_nodes.IGNORED,
 ]
 
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores whose tables come from elsewhere than storage."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt import reader, stored
+from deltackpt.errors import ServiceUnavailable
+
+HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"tables": {"words": np.full((64, 4), value, np.float32)}, "bias": np.full(3, value)}
+
+
+def save(root: Path, step: int, value: float) -> None:
+    """Saves a step as the first of a run; what is there is rolled back."""
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS) as manager:
+        steps = [found for found in manager.all_steps() if found < step]
+        if steps:
+            manager.restore(steps[-1])
+        with (
+            pytest.warns(UserWarning, match="moved")
+            if step in manager.all_steps()
+            else (contextlib.nullcontext())
+        ):
+            manager.save(step, state(value))
+            manager.wait()
+
+
+class Source:
+    """Reads storage, and does something before or after it."""
+
+    def __init__(self, before: Any = None, after: Any = None):
+        self.before, self.after = before, after
+
+    @contextlib.contextmanager
+    def tables(self, save, wanted, *, timeout_secs, lend):
+        assert timeout_secs == deltackpt.Timeouts().service_secs and not lend
+        if self.before is not None:
+            self.before()
+        found = reader.restore_tables(stored.read_chain(save.step_dir, save.item), wanted=wanted)
+        if self.after is not None:
+            self.after()
+        yield found
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_step_that_is_replaced_while_it_is_restored_is_never_mixed(tmp_path, moment):
+    root = tmp_path / "root"
+    save(root, 0, 0.0)
+    save(root, 1, 1.0)
+    replaced = []
+
+    def replace() -> None:
+        if not replaced:
+            replaced.append(True)
+            save(root, 1, 2.0)
+
+    options = deltackpt.ManagerOptions(read_only=True)
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+        with pytest.warns(UserWarning, match="step 1 is skipped"):
+            found = manager.restore_latest(state(0.0), service=Source(**{moment: replace}))
+    assert found is not None and replaced
+    values = {float(leaf.max()) for leaf in (found.state["tables"]["words"], found.state["bias"])}
+    assert len(values) == 1, values
+
+
+def test_a_source_that_fails_is_told_and_keeps_nothing_alive(tmp_path):
+    save(tmp_path, 0, 3.0)
+    kept = []
+
+    def fail() -> None:
+        buffer = np.zeros(1000)
+        kept.append(weakref.ref(buffer))
+        raise ServiceUnavailable("expected rows, found none; restore from storage")
+
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        found = manager.restore_latest(state(0.0), service=Source(before=fail))
+    assert (found.source, str(found.service_error)[:13]) == ("storage", "expected rows")
+    np.testing.assert_array_equal(found.state["tables"]["words"], state(3.0)["tables"]["words"])
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_whatever_a_source_raises_storage_serves(tmp_path):
+    save(tmp_path, 0, 3.0)
+
+    def fail() -> None:
+        raise KeyError("words")
+
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        found = manager.restore_latest(jnp_state(), service=Source(before=fail))
+    assert found.source == "storage" and "KeyError" in str(found.service_error)
+
+
+def jnp_state() -> dict[str, Any]:
+    return {
+        "tables": {"words": jnp.zeros((64, 4), jnp.float32)},
+        "bias": np.zeros(3),
+    }
