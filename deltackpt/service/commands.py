@@ -50,7 +50,7 @@ def start(directory: str, address: str, item: str, wait_secs: float | None, **op
     standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
     if wait_secs is not None:
         standby.wait_ready(timeout_secs=wait_secs)
-    click.echo(f"{len(standby.members())} members of {standby.directory} were started")
+    click.echo(f"{standby.directory}: {len(standby.members())} members")
 
 
 @group.command(epilog="Example: deltackpt service status /shared/run-17 --json")
@@ -78,7 +78,7 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 def stop(directory: str, address: str, item: str) -> None:
     """End the service of DIRECTORY; its steps and compacted bases stay."""
     _connect(address)
-    click.echo(f"{service.stop(directory, item)} actors were ended")
+    click.echo(f"{directory}: {service.stop(directory, item)} actors ended")
 
 
 def _connect(address: str) -> None:
