@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-from deltackpt import layout
-
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 
@@ -29,8 +27,9 @@ class Size(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-directory = click.argument("directory", type=click.Path(file_okay=False))
+#: What cannot be read is told by what reads it, which knows more than click.
+directory = click.argument("directory", type=click.Path(file_okay=False, readable=False))
 item = click.option(
-    "--item", default=layout.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
+    "--item", help="Our item in each step; found in the newest one by default.", metavar="NAME"
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, in figures: one event per save and per restore.
+"""What happened, in figures: one event per save, per restore, and per one that failed.
 
 Each event is one record of the logger ``deltackpt.events`` and goes to every sink that the user
 gave to the manager. The record bears the event itself and the index of the process as
 attributes ``event`` and ``process_index``, for handlers that filter or format on them.
+
+All times are wall time. A stage that several threads work at lasts while at least one of them
+does.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from deltackpt.errors import OptionError
+from deltackpt.errors import DeltackptError, MissingExtra
 from deltackpt.manifest import Kind
 
 _logger = logging.getLogger(__name__)
@@ -58,11 +61,24 @@ class SaveEvent:
       total_rows: rows of all tables.
       bytes_written: bytes of tables and slots on disk.
       ratio: ``bytes_written`` over the bytes of all rows unencoded.
-      blocked_secs: how long ``save()`` kept the training thread.
-      extract_secs: copying the touched rows to the host; part of ``blocked_secs``.
-      write_secs: encoding the rows and writing the arrays, in the background.
-      digest_secs: reading the files back for their digests.
-      total_secs: from the call of ``save()`` until the step was committed.
+      blocked_secs: how long ``save()`` kept the training thread, the wait for an earlier save
+        included.
+      extract_secs: finding the touched rows and copying them. That is part of ``blocked_secs``,
+        but for rows on their way from an accelerator, which arrive in the background.
+      encode_secs: in the background, while at least one thread made stored bytes of rows; others
+        may have written meanwhile. Rows that a base or a large delta holds in the training state
+        are read from there in this time.
+      write_secs: the rest of the time until the arrays were written: the storage alone was waited
+        for. With ``encode_secs`` it is the whole of encoding and writing.
+      digest_secs: the digests of the part and its manifest; of several processes, process 0 waits
+        for the parts of the others here.
+      commit_secs: from the moment that Orbax had all files of this process written, dense leaves
+        too, until the step was committed: Orbax's finalisation, digests of the whole step, fsync
+        and rename, and the wait for other processes.
+      total_secs: from the call of ``save()`` until the step was committed. What no stage has is
+        Orbax's own work: starting its threads, and dense leaves that took longer than tables.
+      committed_unix_secs: when the step was committed, in seconds since 1970. The event itself
+        comes later, at the manager's next call.
       tables: each table and slot of which rows were written; not in the log's line.
     """
 
@@ -76,9 +92,12 @@ class SaveEvent:
     ratio: float
     blocked_secs: float
     extract_secs: float
+    encode_secs: float
     write_secs: float
     digest_secs: float
+    commit_secs: float
     total_secs: float
+    committed_unix_secs: float
     tables: tuple[TableFigures, ...] = ()
 
     @property
@@ -97,7 +116,11 @@ class RestoreEvent:
       chain: the steps that were read, base first.
       source: where the tables came from.
       bytes_read: bytes of tables and slots that were read.
-      seconds: wall time of the whole restore.
+      find_secs: finding the chain, and checking the step's files.
+      read_secs: reading, verifying, decoding and merging; dense leaves too.
+      place_secs: placing the state on the devices, and further items. Tables that a service lends
+        are placed while they are read.
+      total_secs: the whole call, for this step.
     """
 
     step: int
@@ -105,18 +128,69 @@ class RestoreEvent:
     chain: tuple[int, ...]
     source: str
     bytes_read: int
+    find_secs: float
+    read_secs: float
+    place_secs: float
+    total_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailureEvent:
+    """A save or a restore that failed; no touched row is lost by it.
+
+    A wait that runs out is none: what it waited for goes on.
+
+    Attributes:
+      step: the training step; None where no one step is meant, as for ``NoIntactStep``.
+      process: index of the process.
+      operation: ``save`` or ``restore``, or ``skip`` for a step that ``restore_latest()`` found
+        not intact and passed over.
+      code: ``code`` of the error; the name of its class where it is not one of deltackpt's.
+      message: of the error.
+      seconds: from the call of ``save()`` or of the restore until this event. A save that fails in
+        the background is told at the manager's next call.
+    """
+
+    step: int | None
+    process: int
+    operation: Literal["save", "restore", "skip"]
+    code: str
+    message: str
     seconds: float
 
+    @classmethod
+    def of(
+        cls,
+        error: Exception,
+        operation: Literal["save", "restore", "skip"],
+        step: int | None,
+        *,
+        process: int,
+        seconds: float,
+    ) -> FailureEvent:
+        """The event of an error."""
+        code = error.code if isinstance(error, DeltackptError) else type(error).__name__
+        return cls(
+            step=step,
+            process=process,
+            operation=operation,
+            code=code,
+            message=str(error),
+            seconds=seconds,
+        )
 
-Event = SaveEvent | RestoreEvent
+
+Event = SaveEvent | RestoreEvent | FailureEvent
 
 
 class Sink(Protocol):
     """Receives events.
 
-    ``receive`` is called once per event, in the order of the events, on the thread that asked
-    for the save or restore: it must return quickly. The save is committed by then: a sink that
-    raises is reported as a ``RuntimeWarning`` and the other sinks still receive the event.
+    ``receive`` is called once per event, in the order of the events, on the thread that called
+    the manager: it must return quickly. That is never a background thread. So a save that ended
+    in the background is told at the next ``save()``, ``wait()``, ``close()`` or restore, and a
+    sink needs no lock. The save is committed, or has failed, by then: a sink that raises is
+    reported as a ``RuntimeWarning`` and the other sinks still receive the event.
     """
 
     def receive(self, event: Event) -> None:
@@ -127,6 +201,8 @@ class Sink(Protocol):
 def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
     """Logs an event as one line and hands it to the sinks.
 
+    Saves and restores are logged at INFO, skipped steps at WARNING, other failures at ERROR.
+
     Args:
       event: what happened.
       sinks: who else is told.
@@ -136,13 +212,15 @@ def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
       ...     receive = list.append
       >>> kept = Kept()
       >>> event = RestoreEvent(
-      ...     step=7, process=0, chain=(5, 7), source="storage", bytes_read=4096, seconds=0.5
+      ...     step=7, process=0, chain=(5, 7), source="storage", bytes_read=4096,
+      ...     find_secs=0.1, read_secs=0.3, place_secs=0.1, total_secs=0.5,
       ... )
       >>> emit(event, [kept])
       >>> kept[0].chain
       (5, 7)
     """
-    _logger.info(
+    _logger.log(
+        _level(event),
         "process %d: %s %s",
         event.process,
         _name(event),
@@ -155,10 +233,49 @@ def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
         except Exception as error:
             warnings.warn(
                 f"event sink {sink!r}: {type(error).__name__} at the {_name(event)} of step "
-                f"{event.step}: {error}; the {_name(event)} itself is complete",
+                f"{event.step}: {error}; nothing else is affected",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+class OrbaxLoggerSink:
+    """Hands each event to an Orbax logger as one dict, as Orbax hands its own step statistics.
+
+    The dict holds ``event`` (``save``, ``restore`` or ``failure``) and every figure by its name,
+    in the types of JSON: what ``orbax.checkpoint.logging.CloudLogger`` can send.
+
+    Example:
+      >>> import orbax.checkpoint as ocp
+      >>> sink = OrbaxLoggerSink(ocp.logging.StandardLogger())
+    """
+
+    def __init__(self, logger: OrbaxLogger):
+        """Wraps a logger.
+
+        Args:
+          logger: an ``orbax.checkpoint.logging.AbstractLogger``.
+        """
+        self._logger = logger
+
+    def receive(self, event: Event) -> None:
+        """See ``Sink``."""
+        entry = dataclasses.asdict(event)
+        for name in ("tables", "chain"):
+            if name in entry:
+                entry[name] = list(entry[name])
+        if isinstance(event, SaveEvent):
+            entry["relative_error"] = event.relative_error
+        # A logger may write into it: Orbax's CloudLogger does.
+        self._logger.log_entry({"event": _name(event), **entry})
+
+
+class OrbaxLogger(Protocol):
+    """What is used of ``orbax.checkpoint.logging.AbstractLogger``."""
+
+    def log_entry(self, msg: Any, /) -> Any:
+        """Logs one entry."""
+        ...
 
 
 class PrometheusSink:
@@ -177,12 +294,12 @@ class PrometheusSink:
           registry: a ``prometheus_client.CollectorRegistry``; the default one where it is None.
 
         Raises:
-          OptionError: prometheus_client is not installed.
+          MissingExtra: prometheus_client is not installed.
         """
         try:
             import prometheus_client
         except ImportError as error:
-            raise OptionError(
+            raise MissingExtra(
                 "PrometheusSink: expected prometheus_client, found that it cannot be imported; "
                 'run: pip install "deltackpt[metrics]"'
             ) from error
@@ -191,69 +308,114 @@ class PrometheusSink:
         def counter(name: str, text: str, *labels: str) -> Any:
             return prometheus_client.Counter(name, text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, *labels: str) -> Any:
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return prometheus_client.Gauge(name, text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Any:
             return prometheus_client.Histogram(
                 name, text, labels, registry=self.registry, buckets=_SECONDS_BUCKETS
             )
 
-        self._saves = counter("deltackpt_saves", "Committed saves", "process", "kind")
-        self._rows = counter("deltackpt_saved_rows", "Rows written", "process", "kind")
-        self._written = counter("deltackpt_saved_bytes", "Bytes written", "process", "kind")
-        self._save_secs = histogram(
-            "deltackpt_save_seconds", "Time of a save by stage", "process", "kind", "stage"
+        of_save = ("process", "kind")
+        self._saves = counter("deltackpt_saves", "Committed saves", *of_save)
+        self._rows = counter("deltackpt_saved_rows", "Rows written", *of_save)
+        self._written = counter("deltackpt_saved_bytes", "Bytes written", *of_save)
+        self._save_secs = seconds(
+            "deltackpt_save_seconds", "Time of a save by stage", *of_save, "stage"
         )
+        self._ratio = gauge(
+            "deltackpt_saved_ratio",
+            "Bytes of the newest save of a kind over the bytes of all rows unencoded",
+            *of_save,
+        )
+        self._step = gauge(
+            "deltackpt_last_saved_step", "Step of the newest committed save", "process"
+        )
+        self._committed = gauge(
+            "deltackpt_last_commit_timestamp_seconds",
+            "When the newest save was committed, in seconds since 1970",
+            "process",
+        )
+        of_table = ("process", "table", "field")
         self._table_bytes = counter(
-            "deltackpt_saved_table_bytes",
-            "Bytes written of a table or slot",
-            *("process", "table", "field", "codec"),
+            "deltackpt_saved_table_bytes", "Bytes written of a table or slot", *of_table, "codec"
         )
-        self._table_error = prometheus_client.Gauge(
+        self._table_error = gauge(
             "deltackpt_relative_error",
             "Relative l2 error of the newest save of a table or slot",
-            ("process", "table", "field"),
-            registry=self.registry,
+            *of_table,
         )
-        self._restores = counter("deltackpt_restores", "Restored steps", "process", "source")
-        self._read = counter("deltackpt_restored_bytes", "Bytes read", "process", "source")
-        self._restore_secs = histogram(
-            "deltackpt_restore_seconds", "Time of a restore", "process", "source"
+        of_restore = ("process", "source")
+        self._restores = counter("deltackpt_restores", "Restored steps", *of_restore)
+        self._read = counter("deltackpt_restored_bytes", "Bytes read", *of_restore)
+        self._restore_secs = seconds(
+            "deltackpt_restore_seconds", "Time of a restore by stage", *of_restore, "stage"
         )
-        self._step = prometheus_client.Gauge(
-            "deltackpt_last_saved_step",
-            "Step of the newest committed save",
-            ("process",),
-            registry=self.registry,
+        of_failure = ("process", "operation", "code")
+        self._failures = counter(
+            "deltackpt_failures", "Failed saves and restores, and skipped steps", *of_failure
+        )
+        # A counter that begins at 1 shows no increase: alerts look at this one.
+        self._failed = gauge(
+            "deltackpt_last_failure_timestamp_seconds",
+            "When the newest failure was told, in seconds since 1970",
+            *of_failure,
         )
 
     def receive(self, event: Event) -> None:
         """See ``Sink``."""
         if isinstance(event, SaveEvent):
-            labels = (str(event.process), event.kind)
-            self._saves.labels(*labels).inc()
-            self._rows.labels(*labels).inc(event.rows)
-            self._written.labels(*labels).inc(event.bytes_written)
-            for stage in _STAGES:
-                seconds = getattr(event, f"{stage}_secs")
-                self._save_secs.labels(*labels, stage).observe(seconds)
-            self._step.labels(str(event.process)).set(event.step)
-            for figures in event.tables:
-                place = (str(event.process), figures.table, figures.field)
-                self._table_bytes.labels(*place, figures.codec).inc(figures.nbytes)
-                self._table_error.labels(*place).set(figures.relative_error)
-        else:
+            self._receive_save(event)
+        elif isinstance(event, RestoreEvent):
             labels = (str(event.process), event.source)
             self._restores.labels(*labels).inc()
             self._read.labels(*labels).inc(event.bytes_read)
-            self._restore_secs.labels(*labels).observe(event.seconds)
+            _observe(self._restore_secs, labels, event, _RESTORE_STAGES)
+        else:
+            labels = (str(event.process), event.operation, event.code)
+            self._failures.labels(*labels).inc()
+            self._failed.labels(*labels).set_to_current_time()
+
+    def _receive_save(self, event: SaveEvent) -> None:
+        process = str(event.process)
+        labels = (process, event.kind)
+        self._saves.labels(*labels).inc()
+        self._rows.labels(*labels).inc(event.rows)
+        self._written.labels(*labels).inc(event.bytes_written)
+        self._ratio.labels(*labels).set(event.ratio)
+        _observe(self._save_secs, labels, event, _SAVE_STAGES)
+        self._step.labels(process).set(event.step)
+        self._committed.labels(process).set(event.committed_unix_secs)
+        for figures in event.tables:
+            place = (process, figures.table, figures.field)
+            self._table_bytes.labels(*place, figures.codec).inc(figures.nbytes)
+            self._table_error.labels(*place).set(figures.relative_error)
 
 
-_STAGES = ("blocked", "extract", "write", "digest", "total")
-# A small delta takes 30 ms, a base of a large model minutes.
-_SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_SAVE_STAGES = ("blocked", "extract", "encode", "write", "digest", "commit", "total")
+_RESTORE_STAGES = ("find", "read", "place", "total")
+# A small delta takes 30 ms, a base of a large model minutes; marks and touched rows, a few ms.
+_SECONDS_BUCKETS = (
+    *(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    *(3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+)
+
+
+def _observe(histogram: Any, labels: tuple[str, ...], event: Event, stages: Iterable[str]) -> None:
+    for stage in stages:
+        histogram.labels(*labels, stage).observe(getattr(event, f"{stage}_secs"))
 
 
 def _name(event: Event) -> str:
+    if isinstance(event, FailureEvent):
+        return "failure"
     return "save" if isinstance(event, SaveEvent) else "restore"
+
+
+def _level(event: Event) -> int:
+    if not isinstance(event, FailureEvent):
+        return logging.INFO
+    return logging.WARNING if event.operation == "skip" else logging.ERROR
 
 
 def _figures(event: Event) -> str:

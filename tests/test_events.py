@@ -4,12 +4,35 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import re
 import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from deltackpt import errors, events
+import deltackpt
+from deltackpt import encode, errors, events
+from deltackpt.blocks import VALUES
+from deltackpt.encode import BusyClock, HostPiece
+from deltackpt.storage import arrays
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DASHBOARD = REPOSITORY / "docs" / "assets" / "grafana-dashboard.json"
+PAGE = REPOSITORY / "docs" / "guide" / "metrics.md"
+STAGES = ("blocked", "extract", "encode", "write", "digest", "commit", "total")
 
 
 def save_event(**changes) -> events.SaveEvent:
@@ -24,27 +47,52 @@ def save_event(**changes) -> events.SaveEvent:
         ratio=0.05,
         blocked_secs=0.01,
         extract_secs=0.008,
-        write_secs=0.05,
+        encode_secs=0.03,
+        write_secs=0.02,
         digest_secs=0.002,
+        commit_secs=0.005,
         total_secs=0.11,
+        committed_unix_secs=1.8e9,
     )
     return dataclasses.replace(event, **changes)
 
 
 def restore_event() -> events.RestoreEvent:
     return events.RestoreEvent(
-        step=1200, process=0, chain=(1000, 1200), source="storage", bytes_read=4096, seconds=0.25
+        step=1200,
+        process=0,
+        chain=(1000, 1200),
+        source="storage",
+        bytes_read=4096,
+        find_secs=0.05,
+        read_secs=0.15,
+        place_secs=0.05,
+        total_secs=0.25,
     )
 
 
+def failure_event(**changes) -> events.FailureEvent:
+    event = events.FailureEvent(
+        step=1300,
+        process=2,
+        operation="save",
+        code="out-of-space",
+        message="/data: expected room, found the file system full",
+        seconds=3.5,
+    )
+    return dataclasses.replace(event, **changes)
+
+
 class Kept:
-    """A sink that keeps what it is told."""
+    """A sink that keeps what it is told, and on which threads."""
 
     def __init__(self):
         self.received = []
+        self.threads = set()
 
     def receive(self, event):
         self.received.append(event)
+        self.threads.add(threading.current_thread())
 
 
 class Refusing:
@@ -54,7 +102,12 @@ class Refusing:
         raise ConnectionError("gateway is down")
 
 
-@pytest.mark.parametrize("event", [save_event(), restore_event()], ids=["save", "restore"])
+# Each event is one record.
+
+EVENTS = {"save": save_event(), "restore": restore_event(), "failure": failure_event()}
+
+
+@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 def test_an_event_is_one_record_with_every_figure_and_the_process(event, caplog):
     with caplog.at_level(logging.INFO, logger="deltackpt"):
         events.emit(event)
@@ -70,15 +123,37 @@ def test_an_event_is_one_record_with_every_figure_and_the_process(event, caplog)
             assert f" {field.name}=" in line
 
 
-def test_a_reason_with_a_line_break_stays_one_line(caplog):
+@pytest.mark.parametrize(
+    ("event", "level"),
+    [
+        (save_event(), logging.INFO),
+        (restore_event(), logging.INFO),
+        (failure_event(operation="skip"), logging.WARNING),
+        (failure_event(operation="restore"), logging.ERROR),
+        (failure_event(), logging.ERROR),
+    ],
+)
+def test_failures_are_logged_at_a_level_that_is_seen(event, level, caplog):
     with caplog.at_level(logging.INFO, logger="deltackpt"):
-        events.emit(save_event(reason="one\ntwo"))
+        events.emit(event)
+    assert [record.levelno for record in caplog.records] == [level]
+
+
+@pytest.mark.parametrize(
+    "event", [save_event(reason="one\ntwo"), failure_event(message="one\ntwo")]
+)
+def test_a_text_with_a_line_break_stays_one_line(event, caplog):
+    with caplog.at_level(logging.INFO, logger="deltackpt"):
+        events.emit(event)
     assert "\n" not in caplog.records[0].getMessage()
+
+
+# Sinks.
 
 
 def test_every_sink_is_told_once_in_order():
     sinks = [Kept(), Kept()]
-    told = [save_event(step=1), save_event(step=2), restore_event()]
+    told = [save_event(step=1), save_event(step=2), restore_event(), failure_event()]
     for event in told:
         events.emit(event, sinks)
     assert [sink.received for sink in sinks] == [told, told]
@@ -91,14 +166,67 @@ def test_a_failing_sink_is_reported_and_does_not_silence_the_others():
     assert len(kept.received) == 1
 
 
-def test_events_cannot_be_changed_by_a_sink():
+@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
+def test_events_cannot_be_changed_by_a_sink(event):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        save_event().step = 3  # pyright: ignore[reportAttributeAccessIssue]
+        event.step = 3
 
 
-def test_prometheus_counts_saves_and_restores_by_process():
-    prometheus_client = pytest.importorskip("prometheus_client")
-    registry = prometheus_client.CollectorRegistry()
+def test_an_error_of_deltackpt_is_told_by_its_code_and_another_by_its_class():
+    of = events.FailureEvent.of
+    told = of(errors.OutOfSpace("full"), "save", 7, process=1, seconds=2.0)
+    assert (told.code, told.message) == ("out-of-space", "full")
+    assert of(KeyError("k"), "restore", None, process=1, seconds=2.0).code == "KeyError"
+
+
+def test_orbax_own_logger_takes_each_event_as_one_entry(caplog):
+    sink = events.OrbaxLoggerSink(ocp.logging.StandardLogger())
+    with caplog.at_level(logging.INFO, logger="absl"):
+        for event in EVENTS.values():
+            sink.receive(event)
+    entries = [record.getMessage() for record in caplog.records if record.name == "absl"]
+    for entry, kind in zip(entries, ("save", "restore", "failure"), strict=True):
+        assert entry.startswith(f"{{'event': '{kind}', 'step': ")
+
+
+def test_an_orbax_logger_is_given_every_figure_in_the_types_of_json():
+    told = []
+
+    class Cloud(ocp.logging.AbstractLogger):
+        """Writes into what it is given, as Orbax's CloudLogger does."""
+
+        def log_entry(self, msg, *args, **kwargs):
+            msg["job_name"] = "run-17"
+            told.append(msg)
+
+    sink = events.OrbaxLoggerSink(ocp.logging.CompositeLogger(Cloud()))
+    figures = events.TableFigures(
+        table="words",
+        field=VALUES,
+        codec="int4",
+        reason="int4",
+        rows=500,
+        nbytes=130_000,
+        ratio=0.2,
+        relative_error=0.06,
+    )
+    for event in (save_event(tables=(figures,)), restore_event(), failure_event()):
+        sink.receive(event)
+        names = {field.name for field in dataclasses.fields(event)}
+        assert names | {"event", "job_name"} <= set(told[-1])
+    assert json.loads(json.dumps(told)) == told
+    assert told[0]["relative_error"] == 0.06 and told[0]["tables"][0]["table"] == "words"
+
+
+# Prometheus.
+
+
+@pytest.fixture
+def registry() -> prometheus_client.CollectorRegistry:
+    return prometheus_client.CollectorRegistry()
+
+
+def test_prometheus_counts_saves_and_restores_by_process(registry):
     sink = events.PrometheusSink(registry)
     for step in (1200, 1300):
         events.emit(save_event(step=step), [sink])
@@ -108,20 +236,397 @@ def test_prometheus_counts_saves_and_restores_by_process():
     assert registry.get_sample_value("deltackpt_saves_total", save) == 2
     assert registry.get_sample_value("deltackpt_saved_rows_total", save) == 1000
     assert registry.get_sample_value("deltackpt_saved_bytes_total", save) == 260_000
-    stages = {
-        stage: registry.get_sample_value("deltackpt_save_seconds_sum", {**save, "stage": stage})
-        for stage in ("blocked", "extract", "write", "digest", "total")
-    }
-    assert stages == pytest.approx(
-        {"blocked": 0.02, "extract": 0.016, "write": 0.1, "digest": 0.004, "total": 0.22}
-    )
-    assert registry.get_sample_value("deltackpt_last_saved_step", {"process": "2"}) == 1300
+    assert registry.get_sample_value("deltackpt_saved_ratio", save) == 0.05
+    for stage in STAGES:
+        found = registry.get_sample_value("deltackpt_save_seconds_sum", {**save, "stage": stage})
+        assert found == pytest.approx(2 * getattr(save_event(), f"{stage}_secs"))
+    process = {"process": "2"}
+    assert registry.get_sample_value("deltackpt_last_saved_step", process) == 1300
+    committed = registry.get_sample_value("deltackpt_last_commit_timestamp_seconds", process)
+    assert committed == 1.8e9
     restore = {"process": "0", "source": "storage"}
     assert registry.get_sample_value("deltackpt_restores_total", restore) == 1
     assert registry.get_sample_value("deltackpt_restored_bytes_total", restore) == 4096
+    for stage, secs in (("find", 0.05), ("read", 0.15), ("place", 0.05), ("total", 0.25)):
+        labels = {**restore, "stage": stage}
+        assert registry.get_sample_value("deltackpt_restore_seconds_sum", labels) == secs
+
+
+def test_prometheus_counts_failures_by_what_failed_and_why(registry):
+    sink = events.PrometheusSink(registry)
+    before = time.time()
+    events.emit(failure_event(), [sink])
+    events.emit(failure_event(operation="skip", code="damaged"), [sink])
+    for operation, code in (("save", "out-of-space"), ("skip", "damaged")):
+        labels = {"process": "2", "operation": operation, "code": code}
+        assert registry.get_sample_value("deltackpt_failures_total", labels) == 1
+        told = registry.get_sample_value("deltackpt_last_failure_timestamp_seconds", labels)
+        assert told is not None and before <= told <= time.time()
 
 
 def test_prometheus_sink_without_its_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(errors.OptionError, match=r"deltackpt\[metrics\]"):
+    with pytest.raises(errors.MissingExtra, match=r"deltackpt\[metrics\]"):
         events.PrometheusSink()
+
+
+def test_prometheus_can_scrape_the_figures_over_http(registry):
+    sink = events.PrometheusSink(registry)
+    server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
+    try:
+        events.emit(save_event(), [sink])
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            text = answer.read().decode()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert 'deltackpt_saves_total{kind="delta",process="2"} 1.0' in text
+    assert 'stage="encode"' in text
+
+
+# What the manager tells.
+
+
+def new_state(seed: int = 0) -> dict:
+    rows = np.random.default_rng(seed).normal(size=(4000, 16)).astype(np.float32)
+    return {"tables": {"words": jnp.asarray(rows), "users": jnp.asarray(rows[:600])}, "bias": 1.0}
+
+
+def manager(root: Path, *sinks, codec="raw", **options) -> deltackpt.CheckpointManager:
+    tables = deltackpt.Tables(select="tables/*", codec=codec)
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": tables},
+        options=deltackpt.ManagerOptions(**options),
+        sinks=sinks,
+    )
+
+
+def train(root: Path, *sinks, codec="raw", **options) -> dict:
+    """A base and a delta, committed; returns the state."""
+    state = new_state()
+    touched = deltackpt.touched.init(state["tables"])
+    with manager(root, *sinks, codec=codec, **options) as saver:
+        saver.save(1, state, touched=touched)
+        touched = deltackpt.touched.mark(touched, {"words": jnp.arange(0, 4000, 3)})
+        saver.save(2, state, touched=touched)
+    return state
+
+
+def levels(caplog) -> list[int]:
+    """Levels of the records of events; Orbax logs the error too."""
+    return [record.levelno for record in caplog.records if record.name == "deltackpt.events"]
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise errors.OutOfSpace("/data: expected room, found the file system full")
+
+
+@pytest.mark.parametrize("durability", ["power", "process"])
+@pytest.mark.parametrize("codec", ["raw", "lossless", "adaptive4"])
+def test_the_stages_of_a_save_add_up_to_no_more_than_its_whole(tmp_path, codec, durability):
+    kept = Kept()
+    choice = deltackpt.CodecChoice(base="bf16", delta=codec)
+    before = time.time()
+    train(tmp_path, kept, codec=choice, durability=durability)
+    after = time.time()
+    assert [event.kind for event in kept.received] == ["base", "delta"]
+    for event in kept.received:
+        assert all(getattr(event, f"{stage}_secs") > 0 for stage in STAGES)
+        assert event.extract_secs <= event.blocked_secs
+        background = event.encode_secs + event.write_secs + event.digest_secs + event.commit_secs
+        assert background <= event.total_secs
+        assert event.blocked_secs <= event.total_secs
+        assert before < event.committed_unix_secs < after
+    assert (kept.received[1].relative_error > 0) == (codec == "adaptive4")
+
+
+@pytest.mark.parametrize(
+    ("stage", "owner", "name"), [("encode", encode, "on_host"), ("write", arrays, "ArrayWriter")]
+)
+def test_a_slow_stage_is_told_by_its_name(tmp_path, stage, owner, name):
+    never = threading.Event()
+    real = getattr(owner, name)
+
+    def slow(*arguments, **options):
+        never.wait(0.2)
+        return real(*arguments, **options)
+
+    kept = Kept()
+    with mock.patch.object(owner, name, slow):
+        with manager(tmp_path, kept, codec=deltackpt.CodecChoice(base="bf16")) as saver:
+            saver.save(1, new_state())
+    (event,) = kept.received
+    assert getattr(event, f"{stage}_secs") > 0.2
+    assert event.encode_secs + event.write_secs <= event.total_secs
+
+
+@pytest.mark.parametrize("stage", ["before the write", "in the background", "at the commit"])
+def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, caplog):
+    kept = Kept()
+    state = new_state()
+    where = {
+        "before the write": "deltackpt.pipeline.require_room",
+        "in the background": "deltackpt.storage.arrays.ArrayWriter",
+        "at the commit": "deltackpt.handlers.commit.write_step_digests",
+    }[stage]
+    with caplog.at_level(logging.INFO, logger="deltackpt.events"):
+        with manager(tmp_path, kept) as saver:
+            with mock.patch(where, no_room):
+                with pytest.raises((errors.OutOfSpace, errors.SaveFailed), match="full"):
+                    saver.save(1, state)
+                    saver.wait()
+            assert saver.save(2, state).kind == "base"
+    failed, saved = kept.received
+    assert (failed.step, failed.operation, failed.code) == (1, "save", "out-of-space")
+    assert "found the file system full" in failed.message and failed.seconds > 0
+    assert (saved.step, saved.kind) == (2, "base")
+    assert kept.threads == {threading.current_thread()}
+    assert levels(caplog) == [logging.ERROR, logging.INFO]
+
+
+def test_the_next_save_tells_the_failure_before_it_first(tmp_path):
+    kept = Kept()
+    state = new_state()
+    with manager(tmp_path, kept) as saver:
+        with mock.patch("deltackpt.storage.arrays.ArrayWriter", no_room):
+            saver.save(1, state)
+            flight = saver._in_flight
+            assert flight is not None and flight.pending.released.wait(60)
+        with pytest.raises(errors.SaveFailed) as caught:
+            saver.save(2, state)
+        assert caught.value.taken is not None
+    assert [(type(event), event.step) for event in kept.received] == [
+        (events.FailureEvent, 1),
+        (events.SaveEvent, 2),
+    ]
+
+
+def test_a_step_that_cannot_be_saved_is_told(tmp_path):
+    kept = Kept()
+    with manager(tmp_path, kept) as saver:
+        saver.save(5, new_state())
+        with pytest.raises(errors.OptionError):
+            saver.save(5, new_state())
+    assert [getattr(event, "code", None) for event in kept.received] == [None, "option"]
+
+
+def test_a_wait_that_runs_out_is_no_failure_and_the_save_is_told(tmp_path):
+    kept = Kept()
+    go_on = threading.Event()
+    real = arrays.ArrayWriter
+
+    def held_up(*arguments, **options):
+        assert go_on.wait(60)
+        return real(*arguments, **options)
+
+    timeouts = deltackpt.Timeouts(save_secs=0.05)
+    choice = deltackpt.CodecChoice(base="bf16")
+    options = {"base_snapshot": "block", "timeouts": timeouts}
+    with mock.patch.object(arrays, "ArrayWriter", held_up):
+        with manager(tmp_path, kept, codec=choice, **options) as saver:
+            with pytest.raises(errors.WaitTimeout):
+                saver.save(1, new_state())
+            go_on.set()
+            saver.wait()
+    assert [type(event) for event in kept.received] == [events.SaveEvent]
+
+
+def test_a_failed_step_is_no_checkpoint_for_ray():
+    pytest.importorskip("ray")
+    from deltackpt.service import jax_trainer
+
+    told = []
+    with (
+        mock.patch.object(jax_trainer, "check_processes"),
+        mock.patch.multiple(
+            jax_trainer.ray.train,
+            get_context=mock.Mock(**{"return_value.get_world_rank.return_value": 0}),
+            get_checkpoint=lambda: None,
+            report=lambda metrics, checkpoint=None: told.append(metrics),
+        ),
+    ):
+        session = jax_trainer.Session("/data/run")
+        session.receive(failure_event())
+        session.report({"loss": 0.5})
+        session.receive(restore_event())
+        session.receive(failure_event(operation="skip"))
+        session.report({"loss": 0.25})
+    assert told == [{"loss": 0.5}, {"loss": 0.25, "checkpoint_step": 1200}]
+
+
+def test_a_restore_tells_its_stages(tmp_path):
+    state = train(tmp_path)
+    kept = Kept()
+    with manager(tmp_path, kept, read_only=True) as reader:
+        found = reader.restore_latest(state)
+    (event,) = kept.received
+    assert found is not None and event.total_secs == found.seconds
+    stages = (event.find_secs, event.read_secs, event.place_secs)
+    assert all(secs > 0 for secs in stages)
+    assert sum(stages) == pytest.approx(event.total_secs)
+
+
+def damage(root: Path, step: int) -> None:
+    (root / str(step) / "embeddings" / "manifest.0.msgpack").write_bytes(b"")
+
+
+def test_a_skipped_step_is_told_before_the_one_that_is_restored(tmp_path, caplog):
+    state = train(tmp_path)
+    damage(tmp_path, 2)
+    kept = Kept()
+    with caplog.at_level(logging.INFO, logger="deltackpt.events"):
+        with manager(tmp_path, kept, read_only=True) as reader:
+            with pytest.warns(UserWarning, match="step 2 is skipped"):
+                reader.restore_latest(state)
+    skipped, restored = kept.received
+    assert (skipped.operation, skipped.step, skipped.code) == ("skip", 2, "damaged")
+    assert restored.step == 1
+    assert levels(caplog) == [logging.WARNING, logging.INFO]
+
+
+def test_a_directory_without_an_intact_step_is_told(tmp_path):
+    state = train(tmp_path)
+    kept = Kept()
+    for step in (1, 2):
+        damage(tmp_path, step)
+    with manager(tmp_path, kept, read_only=True) as reader:
+        with pytest.warns(UserWarning, match="is skipped"), pytest.raises(errors.NoIntactStep):
+            reader.restore_latest(state)
+        with pytest.raises(errors.Damaged):
+            reader.restore(2, state)
+    assert [(event.operation, event.step, event.code) for event in kept.received] == [
+        ("skip", 2, "damaged"),
+        ("skip", 1, "damaged"),
+        ("restore", None, "no-intact-step"),
+        ("restore", 2, "damaged"),
+    ]
+
+
+def test_a_template_that_does_not_fit_is_a_failed_restore_and_no_skipped_step(tmp_path):
+    state = train(tmp_path)
+    kept = Kept()
+    state["tables"]["words"] = jnp.zeros((4000, 8))
+    with manager(tmp_path, kept, read_only=True) as reader:
+        with pytest.raises(errors.TemplateMismatch):
+            reader.restore_latest(state)
+    assert [(event.operation, event.step) for event in kept.received] == [("restore", 2)]
+
+
+# The clock of a stage.
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
+def test_a_stage_lasts_while_at_least_one_thread_is_at_it(spans):
+    edges = sorted(
+        [(start, 1) for start, _ in spans] + [(start + length, -1) for start, length in spans],
+        key=lambda edge: (edge[0], -edge[1]),
+    )
+    busy = {second for start, length in spans for second in range(start, start + length)}
+    clock = BusyClock()
+    with mock.patch("deltackpt.encode.time.perf_counter") as now:
+        for now.return_value, change in edges:
+            if change > 0:
+                clock.__enter__()
+            else:
+                clock.__exit__()
+    assert clock.seconds == len(busy)
+
+
+def test_pieces_go_through_the_clock_unchanged():
+    clock = BusyClock()
+    rows = [np.full((4, 2), number, np.float32) for number in range(3)]
+
+    def pieces() -> Iterator[HostPiece]:
+        yield from map(HostPiece, rows)
+
+    found = [piece.host() for piece in clock.over(pieces())]
+    assert all(mine is theirs for mine, theirs in zip(found, rows, strict=True))
+    assert clock.seconds > 0
+
+
+# The dashboard and the page.
+
+METRIC = re.compile(r"(deltackpt_\w+)(?:\{([^}]*)\})?")
+#: Labels that Prometheus itself adds to what it scrapes, or makes of a histogram.
+OF_PROMETHEUS = {"job", "le"}
+BY = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> dict[str, set[str]]:
+    """Sample names to labels, after a real run: saves, a restore, a failure of each operation."""
+    root = tmp_path_factory.mktemp("run")
+    registry = prometheus_client.CollectorRegistry()
+    sink = events.PrometheusSink(registry)
+    state = train(root, sink, codec=deltackpt.CodecChoice(delta="int4"))
+    with manager(root, sink) as saver:
+        with mock.patch("deltackpt.pipeline.require_room", no_room):
+            with pytest.raises(errors.OutOfSpace):
+                saver.save(3, state)
+        damage(root, 2)
+        with pytest.warns(UserWarning, match="is skipped"):
+            saver.restore_latest(state)
+        with pytest.raises(errors.Damaged):
+            saver.restore(2, state)
+    return {
+        sample.name: set(sample.labels)
+        for metric in registry.collect()
+        for sample in metric.samples
+    }
+
+
+def wrong_names(expressions: list[str], exported: dict[str, set[str]]) -> list[str]:
+    """Metrics and labels that no expression may use."""
+    found = []
+    for expression in expressions:
+        names = METRIC.findall(expression)
+        found += [name for name, _ in names if name not in exported]
+        known = set.intersection(*(exported.get(name, set()) for name, _ in names))
+        known |= OF_PROMETHEUS
+        used = [label for _, labels in names for label in re.findall(r"(\w+)\s*[=!]", labels)]
+        for labels in BY.findall(expression):
+            used += re.findall(r"\w+", labels)
+        found += [f"{label} in {expression}" for label in used if label not in known]
+    return found
+
+
+def test_the_dashboard_shows_only_what_is_exported(exported):
+    board = json.loads(DASHBOARD.read_text())
+    expressions = []
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            expressions.append(target["expr"])
+            known = set.intersection(
+                *(exported[name] for name, _ in METRIC.findall(target["expr"]))
+            )
+            legend = re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", ""))
+            grouped = set(re.findall(r"\w+", " ".join(BY.findall(target["expr"])))) - {"le"}
+            assert set(legend) <= (grouped or known), target
+    for variable in board["templating"]["list"]:
+        if variable["type"] == "query":
+            expressions.append(variable["query"].removeprefix("label_values("))
+    assert len(expressions) > 10 and wrong_names(expressions, exported) == []
+
+
+def test_every_metric_is_on_the_dashboard_or_explained_on_the_page(exported):
+    page, board = PAGE.read_text(), DASHBOARD.read_text()
+    ends = re.compile(r"_(total|bucket|sum|count|created)$")
+    for name in {ends.sub("", name) for name in exported}:
+        assert name in page, name
+    for name in ("save_seconds", "saved_rows", "saved_ratio", "relative_error", "failures"):
+        assert f"deltackpt_{name}" in board
+
+
+def test_the_alerts_of_the_page_use_only_what_is_exported(exported):
+    expressions = re.findall(r"^ +expr: (.+)$", PAGE.read_text(), re.MULTILINE)
+    assert len(expressions) >= 4 and wrong_names(expressions, exported) == []
+
+
+def test_every_figure_is_explained_on_the_page():
+    page = PAGE.read_text()
+    for kind in (events.SaveEvent, events.RestoreEvent, events.FailureEvent, events.TableFigures):
+        for field in dataclasses.fields(kind):
+            assert f"| `{field.name}` |" in page, field.name

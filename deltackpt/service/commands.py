@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import logging
-import threading
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +13,9 @@ import rich.box
 import rich.console
 import rich.table
 
-from deltackpt import arguments, service
-from deltackpt.errors import ServiceUnavailable
+from deltackpt import arguments, layout, service, terminal
+from deltackpt.errors import ServiceUnavailable, WaitTimeout
+from deltackpt.handlers import waiting
 
 if TYPE_CHECKING:
     from deltackpt.service.client import MemberStatus, ServiceStatus
@@ -26,6 +25,10 @@ _CONNECT_SECS = 20.0
 _address = click.option(
     "--address", default="auto", show_default=True, help="Address of the Ray cluster."
 )
+# The directory need not be one that this machine sees.
+_item = click.option(
+    "--item", default=layout.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
+)
 
 
 @click.group("service")
@@ -34,29 +37,41 @@ def group() -> None:
 
 
 @group.command(
-    epilog="Example: deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
+    epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
 @arguments.directory
 @_address
-@arguments.item
+@_item
 @click.option("--shards", type=int, help="Members that share the rows; the nodes by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
 @click.option("--memory", "memory_bytes", type=arguments.Size(), help="Most memory of a member.")
 @click.option("--compact-after", type=int, help="Fold chains of that many deltas.")
 @click.option("--wait", "wait_secs", type=float, help="Wait so many seconds until it is ready.")
-def start(directory: str, address: str, item: str, wait_secs: float | None, **options: Any) -> None:
+@arguments.as_json
+def start(
+    directory: str,
+    address: str,
+    item: str,
+    wait_secs: float | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Start the service of DIRECTORY, or what is missing of it."""
     _connect(address)
     standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
     if wait_secs is not None:
         standby.wait_ready(timeout_secs=wait_secs)
-    click.echo(f"{standby.directory}: {len(standby.members())} members")
+    members = len(standby.members())
+    if as_json:
+        terminal.print_json({"directory": standby.directory, "members": members})
+    else:
+        click.echo(f"{standby.directory}: {terminal.count(members, 'member')}")
 
 
-@group.command(epilog="Example: deltackpt service status /shared/run-17 --json")
+@group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
 @arguments.directory
 @_address
-@arguments.item
+@_item
 @arguments.as_json
 def status(directory: str, address: str, item: str, as_json: bool) -> None:
     """Show step, lag, bytes and health of every member; exit 1 where one is behind or ill."""
@@ -71,14 +86,19 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-@group.command(epilog="Example: deltackpt service stop /shared/run-17")
+@group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
 @arguments.directory
 @_address
-@arguments.item
-def stop(directory: str, address: str, item: str) -> None:
+@_item
+@arguments.as_json
+def stop(directory: str, address: str, item: str, as_json: bool) -> None:
     """End the service of DIRECTORY; its steps and compacted bases stay."""
     _connect(address)
-    click.echo(f"{directory}: {service.stop(directory, item)} actors ended")
+    ended = service.stop(directory, item)
+    if as_json:
+        terminal.print_json({"directory": directory, "actors_ended": ended})
+    else:
+        click.echo(f"{directory}: {terminal.count(ended, 'actor')} ended")
 
 
 def _connect(address: str) -> None:
@@ -91,21 +111,15 @@ def _connect(address: str) -> None:
     service.require_ray()
     import ray
 
-    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
-
     def connect() -> None:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            outcome.set_result(None)
-        except Exception as error:
-            outcome.set_exception(error)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
-    # Ray would go on for minutes to ask a head that was stopped.
-    threading.Thread(target=connect, name="deltackpt-connect", daemon=True).start()
     try:
-        outcome.result(_CONNECT_SECS)
+        # Ray would go on for minutes to ask a head that was stopped.
+        waiting.bounded(connect, _CONNECT_SECS, "ray.init()")
     except Exception as error:
-        found = str(error) or f"no answer within {_CONNECT_SECS:.0f} s"
+        late = isinstance(error, WaitTimeout)
+        found = f"no answer within {_CONNECT_SECS:.0f} s" if late else str(error)
         raise ServiceUnavailable(
             f"Ray at {address!r}: expected a cluster that runs, found {found}; start one with ray "
             "start, or give --address"

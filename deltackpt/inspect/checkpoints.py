@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of checkpoints: its steps, and what each save holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt import blocks, layout, stored
+from deltackpt.errors import (
+    Damaged,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
+from deltackpt.events import TableFigures
+from deltackpt.inspect import changes, html
+from deltackpt.inspect.changes import Diff, History
+from deltackpt.inspect.lazy import RowNumbers, Saves
+from deltackpt.inspect.step import Place, Step, place_of
+from deltackpt.manifest import Kind, SaveId
+from deltackpt.root import Root, find_item
+from deltackpt.storage import files
+from deltackpt.stored import StoredSave
+
+#: How often a history is read anew beside a trainer that replaces its steps.
+_MOST_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Save:
+    """What a committed step is; where it cannot be read, ``problem`` says why.
+
+    Attributes:
+      step: the training step.
+      path: its directory.
+      kind: base or delta; None where it cannot be read.
+      parent: step of a delta's parent.
+      chain_length: deltas that a restore of it merges; None where the chain is not whole.
+      reason: why it is a base, or a delta.
+      compacted: whether a compacted base stands for it.
+      tables: each field of each table of which rows were written; empty where all were.
+      table_rows: name of each table to its rows.
+      nbytes: bytes of its arrays, before any compression.
+      problem: what is wrong with it or its chain; empty where nothing was found. The data is not
+        read: ``deltackpt verify`` does.
+    """
+
+    step: int
+    path: Path
+    kind: Kind | None = None
+    parent: int | None = None
+    chain_length: int | None = None
+    reason: str = ""
+    compacted: bool = False
+    tables: tuple[TableFigures, ...] = ()
+    table_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    nbytes: int = 0
+    problem: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of tables that it holds; slots are not counted again."""
+        return sum(figures.rows for figures in self.tables if figures.field == blocks.VALUES)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(self.table_rows.values())
+
+    @functools.cached_property
+    def disk_bytes(self) -> int:
+        """Bytes of all files of the step; 0 where it is gone."""
+        return files.tree_bytes(self.path)
+
+    @functools.cached_property
+    def committed_at(self) -> float | None:
+        """When Orbax committed it, in seconds since 1970; None where it does not say so."""
+        try:
+            found = json.loads((self.path / layout.STEP_METADATA).read_bytes())
+            return found["commit_timestamp_nsecs"] / 1e9
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+class Checkpoints:
+    """A directory of steps, open for reading; it may be one that a trainer writes to.
+
+    Nothing is locked: a step that retention removes while it is read raises ``StepGone``.
+
+    Attributes:
+      path: the directory.
+      item: name of our item in each step.
+    """
+
+    def __init__(self, root: Root, item: str):
+        """Made by ``open``."""
+        self.path = root.path
+        self.item = item
+        self._root = root
+        self._numbers = RowNumbers()
+        #: A step may take the place of one that was rolled back.
+        self._stored: dict[tuple[int, Place], StoredSave] = {}
+        self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """Committed steps, ascending: one listing of the directory."""
+        return sorted(self._root.steps())
+
+    @property
+    def newest(self) -> int | None:
+        """The newest committed step; None where there is none."""
+        return self._root.newest_step()
+
+    def at(self, step: int | None = None) -> Step:
+        """A step, the newest by default; the manifests of its chain are read.
+
+        Raises:
+          StepNotFound: there is no such step, or none at all.
+          Damaged, BrokenChain: the chain is not whole; the object is named.
+          StepGone: it was removed meanwhile.
+        """
+        number = self._chosen(step)
+        place = place_of(self._root.step_dir(number))
+        return Step(self._saves(number), place)
+
+    def __getitem__(self, step: int) -> Step:
+        return self.at(step)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return (self.at(step) for step in self.steps)
+
+    @property
+    def compacted(self) -> dict[int, int]:
+        """Steps for which a compacted base stands, to its bytes on disk.
+
+        The step itself may be gone; chains of later ones go through its base.
+        """
+        names = sorted(stored.compacted_bases(self.path, self.item), key=int)
+        return {
+            int(name): files.tree_bytes(layout.compacted_dir(self.path / name, self.item))
+            for name in names
+        }
+
+    @property
+    def saves(self) -> tuple[Save, ...]:
+        """Every step, ascending; the manifests of each are read, and kept."""
+        return self.saves_of(self.steps)
+
+    def saves_of(self, steps: Sequence[int]) -> tuple[Save, ...]:
+        """What some steps are, ascending; those that are not there are left out.
+
+        The manifests of their chains are read too.
+        """
+        standing = set(self.steps)
+        self._stored = {key: save for key, save in self._stored.items() if key[0] in standing}
+        self._figures = {
+            save: self._figures[save] for save in self._stored.values() if save in self._figures
+        }
+        compacted = self._root.compacted()
+        found, problems = self._read_chains(steps)
+        lengths: dict[int, int | None] = {}
+        for step in sorted(found):
+            lengths[step] = _chain_length(found[step], found, lengths, compacted)
+        saves = []
+        for step in sorted((found.keys() | problems.keys()) & set(steps)):
+            path = self._root.step_dir(step)
+            if step in problems:
+                saves.append(Save(step=step, path=path, problem=problems[step]))
+            else:
+                is_compacted = found[step].info.save_id in compacted
+                saves.append(self._described(found[step], lengths[step], is_compacted))
+        # A step that retention removes meanwhile has no problem.
+        return tuple(save for save in saves if not save.problem or save.path.is_dir())
+
+    def save_of(self, step: int) -> Save:
+        """What a step is.
+
+        Raises:
+          StepNotFound: there is no such step.
+        """
+        for save in self.saves_of([step]):
+            return save
+        raise StepNotFound(
+            f"{self._root.step_dir(step)}: expected a committed step, found no such directory; see "
+            "steps"
+        )
+
+    def _read_chains(self, steps: Sequence[int]) -> tuple[dict[int, StoredSave], dict[int, str]]:
+        """The saves of steps and of their parents, and what is wrong with those that have none."""
+        found: dict[int, StoredSave] = {}
+        problems: dict[int, str] = {}
+        pending = sorted(set(steps))
+        while pending:
+            step = pending.pop()
+            try:
+                found[step] = self._read(step)
+            except (StepNotFound, StepGone):
+                continue
+            except (RestoreError, StorageError) as error:
+                problems[step] = str(error)
+                continue
+            parent = found[step].info.parent
+            if parent is not None and parent.save_id.step not in found:
+                pending.append(parent.save_id.step)
+        return found, problems
+
+    def _described(self, save: StoredSave, chain_length: int | None, compacted: bool) -> Save:
+        head, info = save.head, save.info
+        problem = ""
+        try:
+            if save not in self._figures:
+                segments = [segment for record in save.manifests for segment in record.segments]
+                figures = stored.table_figures(head.groups, head.tables, segments)
+                self._figures[save] = figures
+        except (RestoreError, StorageError) as error:
+            problem = str(error)
+        parent = None if info.parent is None else info.parent.save_id.step
+        if chain_length is None:
+            problem = problem or (
+                f"its chain is broken: its parent, step {parent}, is missing, damaged or broken "
+                "itself, or is another save"
+            )
+        return Save(
+            step=info.save_id.step,
+            path=save.step_dir,
+            kind=info.kind,
+            parent=parent,
+            chain_length=chain_length,
+            reason=head.reason,
+            compacted=compacted,
+            tables=self._figures.get(save, ()),
+            table_rows={table.name: table.rows for table in head.tables},
+            nbytes=info.nbytes,
+            problem=problem,
+        )
+
+    def touched(self, step: int, *, tables: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Rows that the save of a step holds.
+
+        Args:
+          step: the step; of a base these are all rows.
+          tables: which tables; all by default. Those that the step does not have are left out.
+
+        Returns:
+          Table name to ascending row numbers, int64. Fields that are always written whole do
+          not count.
+
+        Raises:
+          StepNotFound, Damaged: it cannot be read.
+        """
+        return changes.touched(self._read(step), self._numbers, tables)
+
+    def history(
+        self,
+        table: str,
+        rows: int | Sequence[int] | np.ndarray,
+        *,
+        field: str = blocks.VALUES,
+        steps: Sequence[int] | None = None,
+    ) -> History:
+        """Values of some rows over the steps; each save is read once.
+
+        Args:
+          table: name of the table.
+          rows: row numbers.
+          field: ``values``, or ``slot.<name>``.
+          steps: which steps; all by default.
+
+        Raises:
+          TemplateMismatch: no step has such a table, field or row.
+          Damaged, BrokenChain, StepGone: a step cannot be read.
+        """
+        for _ in range(_MOST_TRIES):
+            wanted = self.steps if steps is None else sorted(set(steps))
+            places = {step: place_of(self._root.step_dir(step)) for step in self.steps}
+            found = changes.history(
+                self._read,
+                self._saves,
+                wanted,
+                table,
+                np.atleast_1d(rows),
+                field,
+                all_steps=steps is None,
+            )
+            now = {step: place_of(self._root.step_dir(step)) for step in places}
+            # Steps that take the place of rolled-back ones must not stand beside these.
+            if all(now[step] in (None, place) for step, place in places.items()):
+                return found
+        raise StepGone(
+            f"{self.path}: expected its steps to stay while a history was read, found some of them "
+            f"replaced {_MOST_TRIES} times; ask again"
+        )
+
+    def diff(
+        self,
+        a: int,
+        b: int | None = None,
+        *,
+        tables: Sequence[str] | None = None,
+        field: str = blocks.VALUES,
+    ) -> Diff:
+        """Rows that differ between two steps, in any bit, and by how much.
+
+        Where the steps have saves of their chains in common only rows that the other saves hold
+        are compared, else all rows.
+
+        Args:
+          a: the earlier step.
+          b: the later step; the newest by default.
+          tables: which tables; all by default.
+          field: ``values``, or ``slot.<name>``; tables without it are passed over.
+
+        Raises:
+          TemplateMismatch: a table that was named is in neither step.
+          StepNotFound, Damaged, BrokenChain, StepGone: a step cannot be read.
+        """
+        return changes.diff(self._saves(a), self._saves(self._chosen(b)), tables, field)
+
+    def _chosen(self, step: int | None) -> int:
+        """A step, the newest where it is None."""
+        found = self.newest if step is None else step
+        if found is None:
+            raise StepNotFound(
+                f"{self.path}: expected a committed step, found none; wait for the trainer's first "
+                "save"
+            )
+        return found
+
+    def _saves(self, step: int) -> Saves:
+        path = self._root.step_dir(step)
+        with files.typed_errors(path, "read"):
+            return Saves(stored.read_chain(path, self.item), self._numbers)
+
+    def _read(self, step: int) -> StoredSave:
+        path = self._root.step_dir(step)
+        place = place_of(path)
+        if place is not None and (step, place) in self._stored:
+            return self._stored[step, place]
+        with files.typed_errors(path, "read"):
+            try:
+                found = stored.read_save(path, self.item)
+            except Damaged as error:
+                if path.is_dir():
+                    raise
+                raise StepGone(
+                    f"step directory {path}: expected it to stay while it was read, found it "
+                    "removed; see steps"
+                ) from error
+        if place is not None:
+            self._stored[step, place] = found
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints {self.path}: {len(self)} steps, newest {self.newest}>"
+
+    def _repr_html_(self) -> str:
+        return html.directory_page(self)
+
+
+def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:
+    """Opens a directory of checkpoints for reading: one listing, and nothing is written.
+
+    Args:
+      path: the directory that was given to the manager.
+      item: name of our item in the steps; found in the newest step by default.
+
+    Raises:
+      StorageError: there is no such directory.
+      ForeignDirectory: nothing in it was written by deltackpt.
+      UnsupportedRoot: the path has a scheme; copy whole chains from there first.
+      OptionError: the steps hold several items of ours: name one.
+    """
+    with files.typed_errors(Path(path), "read"):
+        item = find_item(path, item)
+        return Checkpoints(Root.open(path, item=item, read_only=True), item)
+
+
+def _chain_length(
+    save: StoredSave,
+    found: Mapping[int, StoredSave],
+    lengths: Mapping[int, int | None],
+    compacted: Collection[SaveId],
+) -> int | None:
+    """Deltas of the chain of a save; those of earlier saves are known."""
+    parent = save.info.parent
+    if parent is None or save.info.save_id in compacted:
+        return 0
+    if parent.save_id in compacted:
+        return 1
+    standing = found.get(parent.save_id.step)
+    if standing is None or standing.info.save_id != parent.save_id:
+        return None
+    length = lengths.get(parent.save_id.step)
+    return None if length is None else length + 1

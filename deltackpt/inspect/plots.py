@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of a directory of checkpoints, each by one call.
+
+Every function returns a matplotlib figure, which a notebook shows and ``savefig`` writes. Nothing
+goes through pyplot: no display is needed and no global state is touched. Where there are more
+tables or saves than a picture can show, it shows the chosen ones and says so.
+
+Importing it needs the extra ``plots``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltackpt import blocks, terminal
+from deltackpt.errors import OptionError
+from deltackpt.inspect import pictures
+from deltackpt.terminal import count
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from deltackpt.inspect import Checkpoints, Save
+
+#: Tables or fields that get a line of their own.
+_TOP = 8
+#: Columns of a heat map, and points of a line: more cannot be told apart on a screen.
+_MOST_COLUMNS = 400
+_MOST_POINTS = 400
+#: Rows of a sample, and how many of them lie side by side.
+_SAMPLE_ROWS = 1024
+_RUN_ROWS = 16
+#: Steps of a picture of drift.
+_MOST_DRIFT_STEPS = 400
+#: What a sample of rows may take, over all steps.
+_SAMPLE_BYTES = 64 << 20
+_QUANTILES = {0.5: "median", 0.9: "90 % quantile", 0.99: "99 % quantile", 1.0: "greatest"}
+#: So many points are each seen as one.
+_SINGLED_OUT = 100
+_BASE: dict[str, Any] = {"marker": "s", "color": pictures.BLUE}
+_DELTA: dict[str, Any] = {"marker": "o", "color": pictures.ORANGE}
+_COMPACTED: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 11,
+    "markeredgewidth": 1.8,
+    "fillstyle": "none",
+    "color": pictures.GREEN,
+}
+
+
+def timeline(
+    ck: Checkpoints | Sequence[Save],
+    *,
+    compacted: Mapping[int, int] | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """Draws the bytes of every save by its kind, with a line to the parent of each delta.
+
+    Steps for which a compacted base stands are marked; its bytes are counted in the title.
+
+    Args:
+      ck: the directory, or some of its saves.
+      compacted: bytes of compacted bases by step; by default those of the directory, and none
+        beside chosen saves.
+      ax: where to draw; a new figure by default.
+
+    Example:
+      >>> timeline(open(directory)).savefig("timeline.svg")  # doctest: +SKIP
+    """
+    ax = pictures.axes(ax)
+    saves = _saves(ck)
+    if compacted is None:
+        compacted = {} if isinstance(ck, Sequence) else ck.compacted
+    pictures.step_axis(ax, [save.step for save in saves])
+    whole = _whole(saves)
+    if not saves:
+        pictures.note(ax, "no step was saved")
+    elif whole:
+        pictures.byte_axis(ax, [save.disk_bytes for save in whole], "bytes on disk")
+    at = {save.step: (save.step, save.disk_bytes) for save in whole}
+    links = [(at[s.step], at[s.parent]) for s in whole if s.parent is not None and s.parent in at]
+    entries: list[tuple[str, Any]] = []
+    if links:
+        entries.append(("to the parent", pictures.draw_links(ax, links)))
+    size = 6.0 if len(saves) <= _SINGLED_OUT else 3.0
+    looks: Sequence[tuple[str, list[Save], dict[str, Any]]] = (
+        ("delta", [s for s in whole if s.kind == "delta"], _DELTA | {"markersize": size}),
+        ("base", [s for s in whole if s.kind == "base"], _BASE | {"markersize": size}),
+        ("with a compacted base", [s for s in whole if s.compacted], _COMPACTED),
+    )
+    for label, chosen, look in looks:
+        if chosen:
+            steps, sizes = zip(*(at[save.step] for save in chosen))
+            entries.append((label, ax.plot(steps, sizes, linestyle="none", **look)[0]))
+    damaged = [save.step for save in saves if save.problem]
+    if damaged:
+        entries.append(("cannot be restored", pictures.mark_damaged(ax, damaged)))
+    pictures.legend(ax, entries)
+    total = terminal.size(disk_bytes(saves, compacted))
+    bases = f"; {count(len(compacted), 'compacted base')}" if compacted else ""
+    pictures.title(ax, f"{count(len(saves), 'save')}: {kinds(saves)}{bases}; {total} on disk")
+    return pictures.figure(ax)
+
+
+def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -> Figure:
+    """Draws how many deltas a restore of each step merges onto its base.
+
+    Args:
+      ck: the directory, or some of its saves.
+      ax: where to draw; a new figure by default.
+    """
+    ax = pictures.axes(ax, height=2.6)
+    saves = _saves(ck)
+    whole = _whole(saves)
+    steps = [save.step for save in whole]
+    pictures.step_axis(ax, steps)
+    if not whole:
+        pictures.note(ax, "no step can be restored")
+        return pictures.figure(ax)
+    lengths = [save.chain_length or 0 for save in whole]
+    marker = "o" if len(steps) <= _SINGLED_OUT else ""
+    look: dict[str, Any] = {"color": pictures.ORANGE, "marker": marker, "markersize": 4}
+    entries = [("deltas", ax.plot(steps, lengths, drawstyle="steps-mid", **look)[0])]
+    if bases := [save.step for save in whole if save.kind == "base"]:
+        entries.append(("base", pictures.mark_bases(ax, bases)))
+    if compacted := [save.step for save in whole if save.compacted]:
+        entries.append(("compacted base", pictures.mark_bases(ax, compacted, pictures.GREEN)))
+    pictures.count_axis(ax, max(lengths), "deltas")
+    pictures.legend(ax, entries)
+    most = f"at most {count(max(lengths), 'delta')}"
+    if left_out := len(saves) - len(whole):
+        most += f"; without {count(left_out, 'step')} that cannot be restored"
+    pictures.title(ax, f"What a restore merges onto its base: {most}")
+    return pictures.figure(ax)
+
+
+def touched_fraction(
+    ck: Checkpoints | Sequence[Save],
+    tables: Sequence[str] | None = None,
+    *,
+    ax: Axes | None = None,
+) -> Figure:
+    """Draws the share of each table's rows that each delta holds.
+
+    With more than 8 tables, those with the most rows written get a line each, and all others are
+    drawn together, as their median and the range from the 10th to the 90th percentile.
+
+    Args:
+      ck: the directory, or some of its saves: of these the deltas after the first base.
+      tables: names of the tables; all by default.
+      ax: where to draw; a new figure by default.
+
+    Raises:
+      OptionError: no save holds rows of a table of that name.
+    """
+    ax = pictures.axes(ax)
+    saves = _whole(_saves(ck))
+    steps, shares, written = _touched_shares(saves)
+    if tables is not None:
+        _check_names(tables, shares)
+        shares = {name: shares[name] for name in tables}
+    pictures.step_axis(ax, [save.step for save in saves])
+    if not steps:
+        pictures.note(ax, "no delta was saved")
+        return pictures.figure(ax)
+    ranked = sorted(shares, key=lambda name: -written[name])
+    entries = _draw_lines(ax, steps, {name: shares[name] for name in ranked})
+    pictures.share_axis(ax, np.array(list(shares.values())), "rows touched since the parent")
+    if bases := [save.step for save in saves if save.kind == "base"]:
+        entries.append(("base: all rows", pictures.mark_bases(ax, bases)))
+    pictures.legend(ax, entries)
+    which = _chosen(ranked, "with the most rows written") + _windows(len(steps))
+    pictures.title(ax, f"Share of rows in deltas{which}")
+    return pictures.figure(ax)
+
+
+def activity(ck: Checkpoints, table: str, *, bins: int = 64, ax: Axes | None = None) -> Figure:
+    """Draws where in a table rows are touched: a heat map of rows over deltas.
+
+    The table is cut into ranges of rows; the colour is the share of a range that a delta holds.
+    Of more than 400 deltas, 400 at equal distances are read.
+
+    Args:
+      ck: the directory.
+      table: its name.
+      bins: ranges of rows.
+      ax: where to draw; a new figure by default.
+
+    Raises:
+      OptionError: there is no such table, or fewer than one bin.
+      RestoreError: a delta cannot be read.
+    """
+    if bins < 1:
+        raise OptionError(f"bins: expected at least 1, found {bins}; give a positive number")
+    ax = pictures.axes(ax)
+    deltas = [save for save in _whole(ck.saves) if save.kind == "delta"]
+    shown = [deltas[i] for i in _spread(len(deltas), _MOST_COLUMNS)]
+    if not shown:
+        pictures.note(ax, "no delta was saved")
+        return pictures.figure(ax)
+    found = ck.at(shown[-1].step).tables
+    _check_names([table], found)
+    rows = found[table].shape[0]
+    edges = np.unique(np.linspace(0, rows, bins + 1).astype(np.int64))
+    shares = np.zeros((len(edges) - 1, len(shown)))
+    for column, save in enumerate(shown):
+        touched = ck.touched(save.step, tables=[table]).get(table, np.empty(0, np.int64))
+        shares[:, column] = np.histogram(touched, edges)[0] / np.diff(edges)
+    steps = [save.step for save in shown]
+    ax.grid(False)
+    columns = _column_edges(steps)
+    mesh = ax.pcolormesh(
+        columns, edges, shares, cmap="cividis", norm=pictures.shares_norm(shares), rasterized=True
+    )
+    bar = pictures.figure(ax).colorbar(mesh, ax=ax, pad=0.015, label="share of rows in the delta")
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    bar.outline.set_visible(False)
+    pictures.step_axis(ax, steps)
+    ax.set_xlim(columns[0], columns[-1])
+    ax.set_ylabel(f"row, in ranges of {int(np.diff(edges).max()):,}")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    some = f", {len(shown):,} of {len(deltas):,} deltas" if len(shown) < len(deltas) else ""
+    pictures.title(ax, f"Rows of {pictures.short(table)} that were touched{some}")
+    return pictures.figure(ax)
+
+
+def drift(
+    ck: Checkpoints,
+    table: str,
+    rows: npt.ArrayLike | None = None,
+    base: int | None = None,
+    *,
+    seed: int = 0,
+    ax: Axes | None = None,
+) -> Figure:
+    """Draws how far rows have moved from what they were, as quantiles of the l2 distance.
+
+    Of more than 400 steps, 400 at equal distances are read.
+
+    Args:
+      ck: the directory.
+      table: its name.
+      rows: row numbers, (R,) integers; by default a sample of 1,024 in runs of 16 neighbours,
+        fewer where their values over all steps would take more than 64 MiB.
+      base: the step that distances are taken from; by default the oldest that holds rows of the
+        table.
+      seed: of the sample.
+      ax: where to draw; a new figure by default.
+
+    Raises:
+      OptionError: there is no such table, or no such step.
+      RestoreError: a save cannot be read.
+    """
+    moved = _drift(ck, table, rows, base, seed)
+    ax = pictures.axes(ax)
+    pictures.step_axis(ax, moved.steps)
+    finite = np.isfinite(moved.distances).all(axis=0)
+    if not finite.any():
+        pictures.note(ax, "no row is finite at every step")
+        return pictures.figure(ax)
+    quantiles = np.quantile(moved.distances[:, finite], list(_QUANTILES), axis=1)
+    marker = "o" if len(moved.steps) <= _SINGLED_OUT else ""
+    entries = []
+    for label, line, color in zip(_QUANTILES.values(), quantiles, pictures.LINES):
+        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 3.5}
+        entries.append((label, ax.plot(moved.steps, line, **look)[0]))
+    band: dict[str, Any] = {"color": pictures.BLUE, "alpha": 0.12, "linewidth": 0}
+    filled = ax.fill_between(moved.steps, quantiles[0], quantiles[1], **band)
+    entries.insert(0, ("median to 90 % quantile", filled))
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel(f"l2 distance from step {moved.steps[0]:,}")
+    pictures.legend(ax, entries[::-1])
+    pictures.title(ax, moved.title(table))
+    return pictures.figure(ax)
+
+
+def codec_error(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -> Figure:
+    """Draws the relative l2 error that lossy codecs made in each save, by table and slot.
+
+    With more than 8 of them, those with the greatest errors get a line each, and all others are
+    drawn together, as their median and the range from the 10th to the 90th percentile.
+
+    Args:
+      ck: the directory, or some of its saves.
+      ax: where to draw; a new figure by default.
+    """
+    ax = pictures.axes(ax)
+    saves = _whole(_saves(ck))
+    errors: dict[str, np.ndarray] = {}
+    for column, save in enumerate(saves):
+        for figures in save.tables:
+            if figures.relative_error > 0:
+                name = f"{_field_name(figures.table, figures.field)} ({figures.codec})"
+                line = errors.setdefault(name, np.full(len(saves), np.nan))
+                line[column] = figures.relative_error
+    pictures.step_axis(ax, [save.step for save in saves])
+    if not errors:
+        pictures.note(ax, "every save is lossless" if saves else "no step can be restored")
+        return pictures.figure(ax)
+    ranked = sorted(errors, key=lambda name: -np.nanmax(errors[name]))
+    ordered = {name: errors[name] for name in ranked}
+    entries = _draw_lines(ax, [save.step for save in saves], ordered)
+    pictures.share_axis(ax, np.array(list(errors.values())), "relative l2 error")
+    pictures.legend(ax, entries)
+    which = _chosen(ranked, "with the greatest errors") + _windows(len(saves))
+    pictures.title(ax, f"What codecs changed{which}")
+    return pictures.figure(ax)
+
+
+def _saves(ck: Checkpoints | Sequence[Save]) -> Sequence[Save]:
+    return ck if isinstance(ck, Sequence) else ck.saves
+
+
+def _whole(saves: Sequence[Save]) -> list[Save]:
+    """Those that can be restored, as far as manifests say."""
+    return [save for save in saves if not save.problem]
+
+
+def kinds(saves: Sequence[Save]) -> str:
+    """How many saves are bases, deltas, unreadable; and how many chains are broken."""
+    found = [save.kind for save in saves]
+    parts = [count(found.count(kind), kind) for kind in ("base", "delta")]
+    if unreadable := found.count(None):
+        parts.append(f"{unreadable:,} unreadable")
+    text = ", ".join(parts)
+    if broken := sum(bool(save.problem) for save in saves if save.kind):
+        text += f"; {count(broken, 'broken chain')}"
+    return text
+
+
+def disk_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
+    """Bytes on disk of saves and of compacted bases."""
+    return sum(save.disk_bytes for save in saves) + sum(compacted.values())
+
+
+def _touched_shares(
+    saves: Sequence[Save],
+) -> tuple[list[int], dict[str, np.ndarray], dict[str, int]]:
+    """(steps of the deltas, share of rows in each by table, rows written by table).
+
+    NaN where a save has no such table.
+    """
+    deltas = [save for save in saves if save.kind == "delta"]
+    shares: dict[str, np.ndarray] = {}
+    written: dict[str, int] = {}
+    for column, save in enumerate(deltas):
+        held = {f.table: f.rows for f in save.tables if f.field == blocks.VALUES}
+        for name, total in save.table_rows.items():
+            line = shares.setdefault(name, np.full(len(deltas), np.nan))
+            line[column] = held.get(name, 0) / max(1, total)
+            written[name] = written.get(name, 0) + held.get(name, 0)
+    return [save.step for save in deltas], shares, written
+
+
+def _draw_lines(
+    ax: Axes, steps: Sequence[int], lines: Mapping[str, np.ndarray]
+) -> list[tuple[str, Any]]:
+    """Draws the first lines and the range of all others; labels and what was drawn."""
+    entries: list[tuple[str, Any]] = []
+    marker = "o" if len(steps) <= _SINGLED_OUT else ""
+    names = list(lines)
+    middles = _medians(np.asarray(steps, np.float64))
+    for name, color in zip(names[:_TOP], pictures.LINES):
+        line = _medians(lines[name])
+        known = np.isfinite(line)
+        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 3.5}
+        drawn = ax.plot(middles[known], line[known], linewidth=1.2, **look)[0]
+        entries.append((pictures.short(name), drawn))
+    others = np.array([_medians(lines[name]) for name in names[_TOP:]])
+    if others.size:
+        known = np.isfinite(others).any(axis=0)
+        low, middle, high = np.nanquantile(others[:, known], (0.1, 0.5, 0.9), axis=0)
+        ax.fill_between(middles[known], low, high, color=pictures.GREY, alpha=0.3, linewidth=0)
+        drawn = ax.plot(middles[known], middle, color=pictures.GREY, linestyle="--")[0]
+        entries.append((f"{count(len(others), 'other')}: median, 10 to 90 %", drawn))
+    return entries
+
+
+def _window(count: int) -> int:
+    """Saves that one point of a line stands for."""
+    return -(-count // _MOST_POINTS)
+
+
+def _windows(count: int) -> str:
+    return f"; medians of {_window(count)} saves each" if _window(count) > 1 else ""
+
+
+def _medians(line: np.ndarray) -> np.ndarray:
+    """Medians of windows of a line, NaN where nothing in a window is known."""
+    window = _window(len(line))
+    if window <= 1:
+        return line
+    padded = np.pad(line, (0, -len(line) % window), constant_values=np.nan).reshape(-1, window)
+    known = np.isfinite(padded).any(axis=1)
+    middles = np.full(len(padded), np.nan)
+    middles[known] = np.nanmedian(padded[known], axis=1)
+    return middles
+
+
+def _chosen(ranked: Sequence[str], why: str) -> str:
+    return f": the {_TOP} {why}, of {len(ranked):,}" if len(ranked) > _TOP else ""
+
+
+def _field_name(table: str, field: str) -> str:
+    return table if field == blocks.VALUES else f"{table} {field}"
+
+
+def _check_names(names: Sequence[str], known: Mapping[str, object]) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(
+                f"table {name!r}: expected one of {', '.join(sorted(known)[:10])}"
+                f"{' ...' if len(known) > 10 else ''}, found none of that name; choose one of these"
+            )
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many indices below ``count``, at equal distances, both ends among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
+
+
+def _column_edges(steps: Sequence[int]) -> np.ndarray:
+    """Edges of columns whose middles are near the steps."""
+    middles = np.asarray(steps, np.float64)
+    if len(middles) == 1:
+        return middles[0] + np.array([-0.5, 0.5])
+    between = (middles[1:] + middles[:-1]) / 2
+    first, last = 2 * middles[0] - between[0], 2 * middles[-1] - between[-1]
+    return np.concatenate([[first], between, [last]])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Drift:
+    """How far rows were from what they were at the first of some steps.
+
+    ``distances`` is (steps, rows); ``total_steps`` and ``total_rows`` were there to choose from.
+    """
+
+    steps: list[int]
+    distances: np.ndarray
+    total_steps: int
+    total_rows: int
+
+    def title(self, table: str) -> str:
+        rows = self.distances.shape[1]
+        moved = 100 * (self.distances[-1] > 0).mean()
+        text = f"Drift of {pictures.short(table)}: {rows:,} of {count(self.total_rows, 'row')}"
+        text += f", {moved:.0f} % of them moved"
+        if len(self.steps) < self.total_steps:
+            text += f", at {len(self.steps):,} of {self.total_steps:,} steps"
+        if left_out := np.count_nonzero(~np.isfinite(self.distances).all(axis=0)):
+            text += f"; without {left_out:,} that {'is' if left_out == 1 else 'are'} not finite"
+        return text
+
+
+def _drift(
+    ck: Checkpoints, table: str, rows: npt.ArrayLike | None, base: int | None, seed: int
+) -> _Drift:
+    whole = _whole(ck.saves)
+    if base is None:
+        holding = {figures.table: save.step for save in whole[::-1] for figures in save.tables}
+        _check_names([table], holding)
+        base = holding[table]
+    later = [save.step for save in whole if save.step >= base]
+    if base not in later:
+        raise OptionError(
+            f"base: expected a step of {ck.path} that can be restored, found {base}; see ck.saves"
+        )
+    tables = ck.at(base).tables
+    _check_names([table], tables)
+    total = tables[table].shape[0]
+    if rows is None:
+        rows = _sample(total, tables[table].row_bytes * len(later), seed)
+    steps = [later[place] for place in _spread(len(later), _MOST_DRIFT_STEPS)]
+    history = ck.history(table, np.unique(np.asarray(rows, np.int64)), steps=steps)
+    origin = history.values[0].astype(np.float64)
+    return _Drift(
+        steps=history.steps.tolist(),
+        distances=np.array([_distances(values, origin) for values in history.values]),
+        total_steps=len(later),
+        total_rows=total,
+    )
+
+
+def _sample(rows: int, row_bytes: int, seed: int) -> np.ndarray:
+    """Runs of rows at random places; a block holds many rows and is verified as a whole."""
+    most = min(_SAMPLE_ROWS, max(_RUN_ROWS, _SAMPLE_BYTES // max(1, row_bytes)))
+    if rows <= most:
+        return np.arange(rows)
+    starts = np.arange(0, rows, _RUN_ROWS)
+    chosen = np.random.default_rng(seed).choice(starts, most // _RUN_ROWS, replace=False)
+    found = np.sort(chosen)[:, None] + np.arange(_RUN_ROWS)
+    return found[found < rows]
+
+
+def _distances(values: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # inf - inf is nan, which is left out.
+        difference = values.astype(np.float64) - origin
+        return np.linalg.norm(difference.reshape(len(difference), -1), axis=1)

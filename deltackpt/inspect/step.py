@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step: its tables, slots and dense leaves as lazy arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deltackpt import blocks, layout, manifest, stored
+from deltackpt.errors import RestoreError, TemplateMismatch
+from deltackpt.inspect import html
+from deltackpt.inspect.dense import METADATA, DenseItem, DenseLeaf
+from deltackpt.inspect.lazy import LazyArray, Saves
+from deltackpt.manifest import FieldSpec, TableEntry
+from deltackpt.stored import StoredSave
+from deltackpt.terminal import count
+
+#: Inode and time of the last change of a step's directory: a committed step never changes.
+Place = tuple[int, int]
+
+
+def place_of(step_dir: Path) -> Place | None:
+    """What tells a step's directory from another that takes its place; None where none is seen."""
+    try:
+        found = step_dir.stat()
+    except OSError:  # Where it is needed, reading it says what is wrong.
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+class Table(LazyArray):
+    """A table at a step, lazy, and its slots.
+
+    Attributes:
+      name, shape, dtype: as in ``LazyArray``.
+      slots: names of its optimizer slots to their lazy arrays, (rows, *trailing).
+      leaves: names of its fields to the '/'-joined paths of their leaves in the state.
+    """
+
+    def __init__(self, saves: Saves, table: TableEntry, fields: tuple[FieldSpec, ...]):
+        """Made by ``Step``."""
+        specs = {spec.name: spec for spec in fields}
+        super().__init__(saves, table, specs.pop(blocks.VALUES))
+        self.slots: Mapping[str, LazyArray] = MappingProxyType(
+            {
+                name.removeprefix(blocks.slot_field("")): LazyArray(saves, table, spec)
+                for name, spec in specs.items()
+            }
+        )
+        self.leaves = {field: manifest.path_name(path) for field, path in table.leaves.items()}
+
+    def field(self, name: str) -> LazyArray:
+        """The lazy array of a field: ``values`` or ``slot.<name>``.
+
+        Raises:
+          TemplateMismatch: there is no such field.
+        """
+        if name == blocks.VALUES:
+            return self
+        slot = name.removeprefix(blocks.slot_field(""))
+        if slot not in self.slots:
+            fields = [blocks.VALUES, *(blocks.slot_field(slot) for slot in self.slots)]
+            raise TemplateMismatch(
+                f"table {self.name}: expected one of the fields {fields}, found {name!r}; ask for "
+                "one of them"
+            )
+        return self.slots[slot]
+
+    def _repr_html_(self) -> str:
+        return html.table_page(self)
+
+
+class Step:
+    """A step of a directory, read lazily.
+
+    ``step[name]`` is a table, a slot (``<table>.slot.<name>``), or a dense leaf, by the name that
+    ``step.tables`` or ``step.dense`` has for it.
+
+    Attributes:
+      path: the step's directory.
+    """
+
+    def __init__(self, saves: Saves, place: Place | None):
+        """Made by ``Checkpoints.at``; the place is that of before the manifests were read."""
+        self._saves = saves
+        self._place = place
+        self.path: Path = saves.target.step_dir
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+        return self._saves.target.info.save_id.step
+
+    @property
+    def save_id(self) -> str:
+        """Identity of the save: run, step and attempt."""
+        found = self._saves.target.info.save_id
+        return f"{found.run}/{found.step}/{found.attempt}"
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """Steps of the saves that are read for it, base first."""
+        return tuple(save.info.save_id.step for save in self._saves.chain)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the saves of the chain below the root: ``120``, or ``compacted/120``."""
+        return tuple(
+            f"{layout.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
+            for save in self._saves.chain
+        )
+
+    @functools.cached_property
+    def tables(self) -> Mapping[str, Table]:
+        """The tables by name."""
+        groups = {group.name: group for group in self._saves.layout.groups}
+        return MappingProxyType(
+            {
+                table.name: Table(self._saves, table, groups[table.group].fields)
+                for table in self._saves.layout.tables
+            }
+        )
+
+    @functools.cached_property
+    def dense(self) -> Mapping[str, DenseLeaf]:
+        """The dense leaves by their '/'-joined paths; those that deltackpt's manager saved."""
+        if not self._own.layout.dense:
+            return MappingProxyType({})
+        return self._item(layout.DENSE_ITEM)
+
+    @functools.cached_property
+    def items(self) -> Mapping[str, DenseItem]:
+        """Every item that Orbax's PyTree handler wrote, by name."""
+        found = sorted(path.parent.name for path in self.path.glob(f"*/{METADATA}"))
+        return MappingProxyType({name: self._item(name) for name in found})
+
+    def _item(self, name: str) -> DenseItem:
+        entries = self._own.layout.dense if name == layout.DENSE_ITEM else ()
+        return DenseItem(
+            self.path / name,
+            entries,
+            digests="step" in self._own.head.digests,
+            stands=self._stands,
+        )
+
+    @functools.cached_property
+    def _own(self) -> StoredSave:
+        """The save itself, where a compacted base stands for it in the chain."""
+        target = self._saves.target
+        return stored.read_save(self.path, target.item) if target.compacted else target
+
+    def _stands(self) -> bool:
+        """Whether the step's directory is still the one that was opened."""
+        place = place_of(self.path)
+        if place is None or place == self._place:
+            return place is not None
+        # Another one, or somebody put a file into it.
+        own = self._own.info.save_id
+        try:
+            same = stored.read_save(self.path, self._own.item).info.save_id == own
+        except RestoreError:
+            return False
+        if same:
+            self._place = place
+        return same
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.tables.get(name)
+        if found is not None:
+            return found
+        table, slot, field = name.rpartition(f".{blocks.slot_field('')}")
+        if slot and table in self.tables:
+            return self.tables[table].field(blocks.slot_field(field))
+        if name in self.dense:
+            return self.dense[name]
+        raise KeyError(
+            f"step {self.step}: expected a table of {sorted(self.tables)} or a dense leaf of "
+            f"{sorted(self.dense)}, found {name!r}"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.tables
+        yield from self.dense
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tables or name in self.dense
+
+    def __repr__(self) -> str:
+        return (
+            f"<Step {self.step}: {count(len(self.tables), 'table')}, read through {self.reads[0]} "
+            f"and {count(len(self.chain) - 1, 'delta')}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return html.step_page(self)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export to and import from other checkpoint formats.
+
+``export_orbax``, ``export_safetensors`` and ``export_parquet`` write a step as other programs read
+it; ``import_orbax`` makes a stock Orbax checkpoint the first base of a run. The names are imported
+when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltackpt.interchange.orbax_export import export_orbax
+    from deltackpt.interchange.orbax_import import Imported, import_orbax
+    from deltackpt.interchange.parquet import export_parquet
+    from deltackpt.interchange.target import Exported
+    from deltackpt.interchange.tensors import export_safetensors
+
+_NAMES = {
+    "Exported": "target",
+    "Imported": "orbax_import",
+    "export_orbax": "orbax_export",
+    "export_parquet": "parquet",
+    "export_safetensors": "tensors",
+    "import_orbax": "orbax_import",
+}
+
+__all__ = [
+    "Exported",
+    "Imported",
+    "export_orbax",
+    "export_parquet",
+    "export_safetensors",
+    "import_orbax",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step in the safetensors format, by Hugging Face's conventions for shards.
+
+The format: the length of a header as 8 little-endian bytes, the header as JSON padded to a
+multiple of 8, then the tensors' bytes in the header's order, without gaps. The library that reads
+it writes whole files from memory; here rows are streamed, so it is written by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from deltackpt import inspect
+from deltackpt.__about__ import __version__
+from deltackpt.errors import OptionError
+from deltackpt.inspect import DenseLeaf, LazyArray, Step
+from deltackpt.interchange.target import Exported, exported, local_path, published
+from deltackpt.reader import Progress
+
+_METADATA = "__metadata__"
+_SHARD_BYTES = 4 << 30
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_WITHOUT_TENSOR = ("None", "empty", "string")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tensor:
+    """One tensor of the export.
+
+    Attributes:
+      name: '/'-joined path of the leaf.
+      array: a lazy array, or a dense leaf.
+      dtype: as it is stored; of another one where the format has no such type.
+    """
+
+    name: str
+    array: LazyArray | DenseLeaf
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.array.shape) * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Its numbers in their order, a moderate amount of rows at a time."""
+        if not isinstance(self.array, LazyArray):
+            yield np.asarray(self.array)
+            return
+        for rows in self.array.batches():
+            yield self.array.rows(rows)
+
+
+def export_safetensors(
+    directory: str | os.PathLike[str],
+    step: int | None,
+    target: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Exported:
+    """Writes tables, slots and dense leaves of a step as safetensors files.
+
+    Tensors are named by their '/'-joined paths. The target holds ``model.safetensors``, or
+    ``model-00001-of-0000N.safetensors`` ... and ``model.safetensors.index.json``. Step, save id
+    and version stand in the metadata of each file. Types that the format lacks are widened
+    without loss: 4-bit and 2-bit integers to 8 bits, rare 8-bit floats to ``float32``. Typed PRNG
+    keys are the ``uint32`` numbers of their data; None, strings and empty containers are left out.
+
+    Needs memory for some rows, and for the largest dense leaf; every byte is verified when read.
+
+    Args:
+      directory: the checkpoints.
+      step: the step; None for the newest.
+      target: the new directory; it appears whole or not at all.
+      item: name of our item in the steps; found by default.
+      shard_bytes: most bytes of tensors in a file; a tensor that is larger has a file of its own.
+      progress: called with bytes written and bytes in all.
+
+    Raises:
+      OptionError: ``shard_bytes`` is not positive, or a leaf is of a type that cannot be widened.
+      TargetExists: the target exists.
+      RestoreError: the step cannot be read.
+      OutOfSpace, StorageError: the file system refused.
+    """
+    if shard_bytes < 1:
+        raise OptionError(f"shard_bytes: expected at least 1, found {shard_bytes}")
+    goal = local_path(target)
+    found = inspect.open(directory, item=item).at(step)
+    left_out = [name for name, leaf in found.dense.items() if leaf.kind in _WITHOUT_TENSOR]
+    tensors = sorted(_tensors(found), key=lambda tensor: tensor.name)
+    total = sum(tensor.nbytes for tensor in tensors)
+    metadata = {
+        "format": "np",
+        "step": str(found.step),
+        "save_id": found.save_id,
+        "deltackpt": __version__,
+    }
+    shards = _shards(tensors, shard_bytes)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    with published(goal, needed_bytes=total) as temporary:
+        places = {}
+        for number, shard in enumerate(shards, start=1):
+            name = _file_name(number, len(shards))
+            with open(temporary / name, "wb") as file:
+                _write(file, shard, metadata, count)
+            places.update({tensor.name: name for tensor in shard})
+        if len(shards) > 1:
+            _write_index(temporary / "model.safetensors.index.json", places, total)
+    changed = {
+        tensor.name: tensor.dtype.name for tensor in tensors if tensor.dtype != tensor.array.dtype
+    }
+    return exported(goal, found.step, left_out=left_out, changed=changed)
+
+
+def _tensors(step: Step) -> Iterator[_Tensor]:
+    for table in step.tables.values():
+        for field, path in table.leaves.items():
+            array = table.field(field)
+            yield _Tensor(path, array, _stored_dtype(path, array.dtype))
+    for name, leaf in step.dense.items():
+        if leaf.kind not in _WITHOUT_TENSOR:
+            yield _Tensor(name, leaf, _stored_dtype(name, leaf.dtype))
+
+
+def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
+    if name == _METADATA:
+        raise OptionError(
+            f"{name}: expected another name of a leaf, found that of the metadata of safetensors; "
+            "rename it, or export to Orbax"
+        )
+    if dtype.name in _NAMES:
+        return dtype
+    if dtype.itemsize == 1:
+        for wide in (np.int8, np.uint8, np.float32):
+            if _holds(np.dtype(wide), dtype):
+                return np.dtype(wide)
+    raise OptionError(
+        f"{name}: expected a type that safetensors has, found {dtype.name}; cast it before it is "
+        "saved, or export to Orbax"
+    )
+
+
+def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Whether every number of a type of 8 bits or less is one of another type."""
+    try:
+        lowest, highest = (ml_dtypes.iinfo(narrow).min, ml_dtypes.iinfo(narrow).max)
+    except ValueError:
+        return wide.kind == "f"
+    return wide.kind != "f" and np.iinfo(wide).min <= lowest and highest <= np.iinfo(wide).max
+
+
+def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
+    """Tensors by files, in their order; a file is closed when the next one does not fit."""
+    shards: list[list[_Tensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + tensor.nbytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.nbytes
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _write(
+    file: BinaryIO,
+    shard: Sequence[_Tensor],
+    metadata: Mapping[str, str],
+    count: Callable[[int], None],
+) -> None:
+    # Wide types first, so that each tensor is aligned.
+    ordered = sorted(shard, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    header: dict[str, Any] = {_METADATA: metadata}
+    at = 0
+    for tensor in ordered:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype.name],
+            "shape": list(tensor.array.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in ordered:
+        for piece in tensor.pieces():
+            data = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))
+            file.write(data.reshape(-1).view(np.uint8).data)
+            count(data.nbytes)
+
+
+def _write_index(path: Path, places: Mapping[str, str], total: int) -> None:
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    path.write_text(json.dumps(index, indent=2) + "\n")

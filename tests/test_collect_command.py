@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deltackpt collect``: what nothing needs goes, what anything needs stays, whoever is at work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import hypothesis
+import model
+import pytest
+from hypothesis import strategies as st
+from test_compact import contents, fold, manager, write_chain
+
+import deltackpt
+from deltackpt import collect as collection
+from deltackpt import compact, layout, manifest, stored
+from deltackpt.audit import verify_root
+from deltackpt.collect import Retention, collect, collectable
+from deltackpt.errors import (
+    AlreadyCompacting,
+    FencedError,
+    ForeignDirectory,
+    InUse,
+    StorageError,
+)
+from deltackpt.root import Lease, Root
+from deltackpt.storage import files
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """Steps 0 to 4, of which 0 and 3 are bases, with a compacted base of 1."""
+    root = tmp_path_factory.mktemp("written") / "root"
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager(root, policy=deltackpt.Consecutive(max_chain=2)) as trainer:
+        for step in range(5):
+            trainer.save(step, state, touched=touched)
+            state, touched = model.train(state, touched, step)
+        trainer.wait()
+    fold(root, 1)
+    return root
+
+
+@pytest.fixture
+def root(written, tmp_path) -> Path:
+    """A copy of it, whose trainer has ended."""
+    shutil.copytree(written, tmp_path / "root")
+    ended(tmp_path / "root")
+    return tmp_path / "root"
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def ended(root: Path, **changes) -> None:
+    """Signs the lease as a process of this host that has ended, long ago."""
+    (path,) = root.glob("lease.*")
+    lease = Lease(
+        epoch=layout.lease_epoch(path.name) or 0,
+        holder="x" * 32,
+        host=socket.gethostname(),
+        pid=ended_pid(),
+        since_secs=0.0,
+    )
+    lease = dataclasses.replace(lease, **changes)
+    path.write_bytes(manifest.to_bytes(lease, "deltackpt.lease"))
+    for one in (path, *root.glob("[0-9]*")):
+        os.utime(one, (1e9, 1e9))
+
+
+def leave(root: Path, *, age_secs: float = 1e6) -> list[str]:
+    """What a cut save, a cut deletion and a cut compaction leave."""
+    names = [
+        "9.orbax-checkpoint-tmp",
+        f"{layout.TRASH}/abc/7",
+        f"{layout.COMPACTED}/{layout.compaction_name('4')}",
+    ]
+    changed = time.time() - age_secs
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "chunk").write_bytes(b"bytes")
+        for path in (root / name / "chunk", root / name):
+            os.utime(path, (changed, changed))
+    return names
+
+
+def names(found: collection.Collectable) -> list[str]:
+    return [one.name for one in found.removable]
+
+
+def snapshot(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*")}
+
+
+# What goes.
+
+
+def test_leftovers_go_and_every_step_stays(root):
+    left = leave(root)
+    before = {step: contents(root, step) for step in range(5)}
+    listed = collectable(root)
+    assert listed.in_use is None
+    assert sorted(names(listed)) == sorted(left)
+    assert all(one.nbytes == 5 for one in listed.removable)
+    done = collect(root)
+    assert sorted(names(done)) == sorted(left) and done.kept == (0, 1, 2, 3, 4)
+    assert not any((root / name).exists() for name in left)
+    assert {step: contents(root, step) for step in range(5)} == before
+    assert verify_root(root).intact
+    assert names(collect(root, offline=True)) == []
+
+
+def test_steps_go_newest_first_and_chains_stay(root):
+    done = collect(root, retention=Retention(keep_last=1))
+    assert names(done) == ["2", "1", "0", "compacted/1/embeddings"]
+    assert done.kept == (3, 4)
+    assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
+    assert verify_root(root).intact
+    assert not list((root / layout.TRASH).iterdir())
+
+
+def test_what_a_compacted_base_replaces_goes_and_the_base_stays(root):
+    before = contents(root, 2)
+    done = collect(root, retention=Retention(keep_last=1, keep_every=2))
+    assert done.kept == (0, 2, 3, 4) and names(done) == ["1"]
+    assert contents(root, 2) == before
+    assert verify_root(root).intact
+
+
+def test_rolled_back_runs_go_only_where_asked(root):
+    aside = root / layout.ROLLED_BACK / "run" / "8"
+    aside.mkdir(parents=True)
+    (aside / "file").write_text("123")
+    assert names(collect(root)) == []
+    assert aside.is_dir()
+    ended(root)
+    assert names(collect(root, rolled_back=True)) == [f"{layout.ROLLED_BACK}/run"]
+    assert not aside.exists()
+
+
+def test_a_step_that_cannot_be_read_keeps_everything(root):
+    (root / "1" / "embeddings" / layout.manifest_name(0)).write_bytes(b"damaged")
+    found = collectable(root, retention=Retention(keep_last=1))
+    assert names(found) == [] and "[1] cannot be read" in found.notes[0]
+
+
+def test_a_damaged_compacted_base_stands_for_nothing_and_stays(root):
+    path = root / "compacted" / "1" / "embeddings" / layout.manifest_name(0)
+    path.write_bytes(b"damaged")
+    found = collectable(root, retention=Retention(keep_last=1, keep_every=2))
+    assert names(found) == [] and "compacted/1 stays" in found.notes[0]
+
+
+@hypothesis.given(
+    steps=st.sets(st.integers(0, 50), min_size=1),
+    keep_last=st.none() | st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 9),
+)
+def test_retention_keeps_what_it_says_and_the_newest(steps, keep_last, keep_every):
+    kept = Retention(keep_last=keep_last, keep_every=keep_every).keeps(steps)
+    assert kept <= steps and max(steps) in kept
+    if keep_last is None and keep_every is None:
+        assert kept == steps
+    if keep_last is not None:
+        assert set(sorted(steps)[-keep_last:]) <= kept
+    if keep_every is not None:
+        assert {step for step in steps if step % keep_every == 0} <= kept
+
+
+# What is in the way.
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"pid": os.getpid()}, "which lives"),
+        ({"pid": 1}, "which lives"),
+        ({"host": "another-host"}, "of which nothing is known here"),
+    ],
+)
+def test_a_trainer_that_may_live_is_never_disturbed(changes, expected, root):
+    leave(root)
+    ended(root, **changes)
+    before = snapshot(root)
+    with pytest.raises(InUse, match=expected):
+        collect(root, retention=Retention(keep_last=1))
+    assert snapshot(root) == before
+    listed = collectable(root)
+    assert listed.in_use is not None and expected in listed.in_use
+
+
+def test_an_unfinished_save_that_just_changed_may_be_that_of_a_trainer(root):
+    leave(root, age_secs=5.0)
+    with pytest.raises(InUse, match="something unfinished that changed"):
+        collect(root)
+    assert (root / "9.orbax-checkpoint-tmp").is_dir()
+
+
+@pytest.mark.parametrize("unsigned", [True, False])
+def test_without_a_lease_that_tells_nothing_is_removed(unsigned, root):
+    (path,) = root.glob("lease.*")
+    path.write_bytes(b"") if unsigned else path.unlink()
+    with pytest.raises(InUse, match="lease"):
+        collect(root)
+
+
+def test_a_live_trainer_is_refused_and_its_save_in_flight_stays(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager(tmp_path) as trainer:
+        trainer.save(1, state, touched=touched)
+        with pytest.raises(InUse, match="which lives"):
+            collect(tmp_path)
+        trainer.wait()
+        assert trainer.all_steps() == [1]
+
+
+def test_offline_fences_a_trainer_that_lives_nevertheless(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    trainer = manager(tmp_path)
+    for step in (1, 2):
+        trainer.save(step, state, touched=touched)
+    trainer.wait()
+    collect(tmp_path, offline=True)
+    with pytest.raises(FencedError):
+        trainer.save(3, state, touched=touched)
+    trainer.close()
+    assert verify_root(tmp_path).intact
+
+
+def test_a_compaction_under_way_is_left_alone(root):
+    leave(root)
+    with compact.exclusive(root):
+        pass  # It removes what a cut one left.
+    with compact.exclusive(root), pytest.raises(AlreadyCompacting):
+        collect(root)
+
+
+def test_a_trainer_that_starts_meanwhile_keeps_what_is_left(root):
+    real, first = files.rename, iter([True])
+
+    def rename(source: Path, target: Path, *, fsync: bool) -> None:
+        real(source, target, fsync=fsync)
+        if next(first, False):
+            Root.open(root)
+
+    with mock.patch.object(files, "rename", rename), pytest.raises(FencedError):
+        collect(root, retention=Retention(keep_last=1))
+    assert sorted(path.name for path in root.glob("[0-9]*")) == ["0", "1", "3", "4"]
+    assert verify_root(root).intact
+
+
+@pytest.mark.parametrize("cut_after", range(9))
+def test_a_collection_that_is_cut_leaves_each_step_whole_or_gone(cut_after, root):
+    """At each rename and each removal."""
+    leave(root)
+    before = {step: contents(root, step) for step in (3, 4)}
+    left = iter(range(cut_after))
+
+    class Cut(Exception):
+        pass
+
+    def counted(real):
+        def call(*args, **kwargs):
+            if next(left, None) is None:
+                raise Cut
+            return real(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(files, "rename", counted(files.rename)),
+        mock.patch.object(files, "remove_tree", counted(files.remove_tree)),
+    ):
+        try:
+            collect(root, retention=Retention(keep_last=1))
+        except Cut:
+            pass
+    assert verify_root(root).intact
+    collect(root, retention=Retention(keep_last=1), offline=True)
+    assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
+    assert {step: contents(root, step) for step in (3, 4)} == before
+    assert stored.compacted_bases(root) == {}
+
+
+def test_directories_of_others_are_refused(tmp_path):
+    with pytest.raises(StorageError):
+        collect(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "notes.txt").write_text("somebody's")
+    with pytest.raises(ForeignDirectory):
+        collect(tmp_path, offline=True)
+
+
+@pytest.mark.parametrize("what", ["lease.*", "4"])
+def test_a_trainer_of_another_container_that_saved_lately_is_not_disturbed(what, root):
+    """Its process id says nothing here."""
+    (path,) = root.glob(what)
+    os.utime(path)
+    with pytest.raises(InUse, match="which has ended, and a .* that changed"):
+        collect(root)
+
+
+def test_a_trainer_that_starts_before_the_lease_is_taken_keeps_it(root):
+    leave(root)
+    real, started = collection.exclusive, []
+
+    def exclusive(path):
+        started.append(Root.open(path))
+        return real(path)
+
+    with (
+        mock.patch.object(collection, "exclusive", exclusive),
+        pytest.raises(InUse, match="started meanwhile"),
+    ):
+        collect(root, retention=Retention(keep_last=1))
+    started[0].check_lease()
+    assert len(collectable(root).kept) == 5
+
+
+def test_a_copy_to_the_directory_and_a_collection_exclude_each_other(root):
+    with collection.exclusive(root), pytest.raises(InUse, match="no other copy"):
+        collect(root, offline=True)
+    collect(root)
+    assert not (root / layout.COPYING).exists()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+
+def values(folder: Path) -> Path:
+    return sorted(folder.rglob("values/c/0/0"))[0]
+
+
+def test_a_damaged_base_never_replaces_the_chain_that_it_stands_for(root):
+    """Its manifest is intact, its rows are not."""
+    fold(root, 4)
+    ended(root)
+    before = contents(root, 4, compacted=False)
+    flip(values(root / "compacted" / "4"))
+    done = collect(root, retention=Retention(keep_last=1))
+    assert done.kept == (3, 4) and "compacted/4 stays, it is damaged" in done.notes[0]
+    assert contents(root, 4, compacted=False) == before
+
+
+def test_nothing_is_removed_where_nothing_that_is_kept_is_intact(root):
+    flip(values(root / "3"))
+    before = snapshot(root)
+    found = collectable(root, retention=Retention(keep_last=1))
+    assert names(found) == [] and "nothing that is kept is intact" in found.notes[-1]
+    assert "step 4 cannot be restored: 3/embeddings" in found.notes[-2]
+    assert snapshot(root) == before
+    older = collectable(root, retention=Retention(keep_last=1, keep_every=2))
+    assert names(older) == ["1"] and "step 4 cannot" in older.notes[0]
+
+
+def test_steps_that_only_chains_need_are_told(root):
+    (note,) = collectable(root, retention=Retention(keep_last=1)).notes
+    assert "[3] stay only because chains" in note and "deltackpt compact" in note
+
+
+def test_chains_of_another_item_of_ours_stay(root):
+    """Another manager of the same directory, whose step 4 needs all steps."""
+    ids = {}
+    for step in range(5):
+        shutil.copytree(root / str(step) / "embeddings", root / str(step) / "others")
+        path = root / str(step) / "others" / layout.manifest_name(0)
+        record = manifest.from_bytes(path.read_bytes(), name="m")
+        parent = None
+        if step:
+            parent = manifest.ParentRef(save_id=ids[step - 1], step_dir=str(step - 1))
+        record = dataclasses.replace(record, parent=parent, kind="delta" if step else "base")
+        ids[step] = record.save_id
+        path.write_bytes(manifest.to_bytes(record))
+    found = collectable(root, retention=Retention(keep_last=1))
+    assert found.kept == (0, 1, 2, 3, 4)
+
+
+def test_files_that_vanish_while_sizes_are_summed_are_skipped(root):
+    leave(root)
+    (root / "9.orbax-checkpoint-tmp" / "gone").symlink_to("nowhere")
+    assert files.tree_bytes(root / "9.orbax-checkpoint-tmp") == 5
+    assert files.tree_bytes(root / "none") == 0
+    real = os.stat
+
+    def stat(path, **kwargs):
+        if isinstance(path, str) and path.endswith("chunk"):
+            raise FileNotFoundError(path)
+        return real(path, **kwargs)
+
+    with mock.patch.object(files.os, "stat", stat):
+        assert collectable(root).nbytes == 0
+
+
+# The command.
+
+
+def run(*arguments: object):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_dry_run_lists_all_with_sizes_and_reasons_and_changes_nothing(root):
+    leave(root)
+    before = snapshot(root)
+    found = run("collect", root, "--dry-run", "--keep-last", 1)
+    assert found.returncode == 0, found.stderr
+    assert "no step that is kept needs it" in found.stdout
+    assert "would remove 7 objects" in found.stdout
+    assert snapshot(root) == before
+    told = json.loads(run("collect", root, "--dry-run", "--json").stdout)
+    assert told["dry_run"] and len(told["removable"]) == 3
+
+
+def test_exit_codes_say_whether_to_try_again(root, tmp_path):
+    ended(root, pid=os.getpid())
+    found = run("collect", root)
+    assert found.returncode == 75 and found.stderr.endswith("[in-use]\n")
+    assert run("collect", root, "--offline").returncode == 0
+    assert run("collect", tmp_path / "none").returncode == 1
+    assert run("collect", root, "--keep-last", 0).returncode == 2
+
+
+def test_steps_of_a_chain_that_was_written_anew_stay(tmp_path):
+    write_chain(tmp_path, 3)
+    ended(tmp_path)
+    assert collect(tmp_path, retention=Retention(keep_last=1)).kept == (0, 1, 2)

@@ -1,0 +1,658 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of chains: bit for bit, whole or not at all, there and back, whatever is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import model
+import pytest
+from golden import make_golden
+from test_compact import contents, fold, manager, write_chain
+from test_verify import chunk, flip
+
+import deltackpt
+from deltackpt import collect, copies, integrity, layout, manifest, stored
+from deltackpt.audit import verify_root
+from deltackpt.copies import copy
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    ForeignDirectory,
+    InUse,
+    OptionError,
+    OutOfSpace,
+    StepGone,
+    StepNotFound,
+    StorageError,
+    TargetDiffers,
+)
+from deltackpt.storage import files
+
+GOLDEN = Path(make_golden.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
+    """A base, two deltas, and a compacted base of the first of these."""
+    root = tmp_path_factory.mktemp("run")
+    states = write_chain(root, 3, codec="lossless")
+    fold(root, 1)
+    return root, states
+
+
+def own_environment() -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[str]:
+    """An S3 server on loopback: a process of its own, which is ended by its id."""
+    pytest.importorskip("moto.server", reason="moto is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            stdout=out,
+            stderr=out,
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()
+            try:
+                urllib.request.urlopen(address, timeout=10).close()
+                break
+            except OSError:
+                continue
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def bucket(server, request, monkeypatch) -> str:
+    """URL of a fresh bucket."""
+    for name, value in own_environment().items():
+        monkeypatch.setenv(name, value)
+    name = f"b{abs(hash(request.node.nodeid)):x}"
+    made = urllib.request.Request(f"{server}/{name}", method="PUT")
+    urllib.request.urlopen(made, timeout=30).close()
+    return f"s3://{name}/some/run"
+
+
+@pytest.fixture(params=["directory", "s3"])
+def target(request, tmp_path) -> dict:
+    """Where to copy to, and what else ``copy`` needs to be told for it."""
+    if request.param == "directory":
+        return {"target": tmp_path / "target"}
+    return {
+        "target": request.getfixturevalue("bucket"),
+        "endpoint": request.getfixturevalue("server"),
+    }
+
+
+def back(target: dict, place: Path, **kwargs) -> copies.Copied:
+    """Copies from where it was copied to."""
+    return copy(target["target"], place, endpoint=target.get("endpoint"), **kwargs)
+
+
+def restored(root: Path, step: int, states: dict[int, dict]) -> None:
+    """Checks that a manager restores a step bit for bit."""
+    with manager(root, codec="lossless", read_only=True) as reader:
+        model.assert_same(reader.restore(step, states[step]).state, states[step])
+
+
+# There and back.
+
+
+def test_a_step_restores_bit_for_bit_there_and_back(run, target, tmp_path):
+    root, states = run
+    done = copy(root, **target)
+    assert (done.steps, done.copied) == ((2,), ("compacted/1/embeddings", "2"))
+    back(target, tmp_path / "again")
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["2", "compacted"]
+    assert verify_root(tmp_path / "again").intact
+    restored(tmp_path / "again", 2, states)
+
+
+def test_all_steps_are_copied_with_what_stands_for_them(run, target, tmp_path):
+    root, states = run
+    done = copy(root, **target, all_steps=True)
+    assert done.copied == ("0", "compacted/1/embeddings", "1", "2")
+    back(target, tmp_path / "again", all_steps=True)
+    assert verify_root(tmp_path / "again").intact
+    for step in states:
+        restored(tmp_path / "again", step, states)
+    for path in sorted(root.glob("[0-9]/**/*")):
+        if path.is_file():
+            there = tmp_path / "again" / path.relative_to(root)
+            assert there.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
+def test_golden_checkpoints_are_copied_as_they_are(name, tmp_path):
+    done = copy(GOLDEN / name, tmp_path / "target", steps=[20])
+    assert done.copied == ("10", "20")
+    assert verify_root(tmp_path / "target").intact
+    assert contents(tmp_path / "target", 20) == contents(GOLDEN / name, 20)
+
+
+def test_a_trainer_goes_on_in_a_copy(run, tmp_path):
+    root, states = run
+    copy(root, tmp_path / "target")
+    with manager(tmp_path / "target", codec="lossless") as trainer:
+        result = trainer.restore_latest(states[2])
+        assert result is not None
+        model.assert_same(result.state, states[2])
+        trainer.save(3, result.state, touched=result.touched)
+        trainer.wait()
+        assert trainer.all_steps() == [2, 3]
+
+
+def test_what_another_manager_committed_is_copied_too(tmp_path):
+    """No digests of Orbax's files were promised: they are copied as they are."""
+    write_chain(tmp_path / "run", 1)
+    step = tmp_path / "run" / "0"
+    plain = dataclasses.replace(stored.read_save(step).head, digests=("item",))
+    (step / "embeddings" / layout.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
+    (step / layout.STEP_DIGESTS).unlink()
+    copy(tmp_path / "run", tmp_path / "target")
+    for path in step.rglob("*"):
+        if path.is_file():
+            there = tmp_path / "target" / path.relative_to(tmp_path / "run")
+            assert there.read_bytes() == path.read_bytes()
+    report = verify_root(tmp_path / "target")
+    assert report.intact and "not checked" in report.saves[0].notes[0]
+
+
+# What is there already.
+
+
+def test_what_is_there_already_is_not_copied_again(run, target):
+    root, _ = run
+    first = copy(root, **target)
+    again = copy(root, **target)
+    assert (again.copied, again.file_count, again.bytes_written) == ((), 0, 0)
+    assert again.bytes_found == first.bytes_written
+    more = copy(root, **target, steps=[0, 2])
+    assert more.copied == ("0",)
+
+
+@pytest.mark.parametrize("store", ["Directory", "ObjectStore"])
+def test_a_copy_that_is_killed_shows_nothing_half_and_goes_on(store, run, server, bucket, tmp_path):
+    root, states = run
+    where = bucket if store == "ObjectStore" else str(tmp_path / "target")
+    program = (
+        "import os, signal, sys\n"
+        "from deltackpt import copies\n"
+        f"kind = copies.{store}\n"
+        "real, left = kind.{name}, int(sys.argv[1])\n"
+        "def counted(self, *args, **kwargs):\n"
+        "    global left\n"
+        "    left -= 1\n"
+        "    if left < 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return real(self, *args, **kwargs)\n"
+        "kind.{name} = counted\n"
+        f"copies.copy({str(root)!r}, {where!r}, all_steps=True, endpoint={server!r})\n"
+    )
+    given = {"target": where, "endpoint": server}
+    whole: set[str] = set()
+    for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 40), ("publish", 0)):
+        cut = subprocess.run(
+            [sys.executable, "-c", program.replace("{name}", name), str(after)],
+            env={**os.environ, **own_environment()},
+            capture_output=True,
+        )
+        assert cut.returncode == -signal.SIGKILL, cut.stderr
+        place = copies._place(where, server)
+        if store == "ObjectStore" or Path(where, "0").exists():
+            # Only whole units are there, and each step with what it needs.
+            for step in place.steps():
+                shutil.rmtree(tmp_path / "seen", ignore_errors=True)
+                back(given, tmp_path / "seen", steps=[step])
+                assert verify_root(tmp_path / "seen").intact
+                whole.add(str(step))
+    done = copy(root, **given, all_steps=True)
+    assert done.bytes_found > 0 and whole <= set(done.found)
+    shutil.rmtree(tmp_path / "seen", ignore_errors=True)
+    back(given, tmp_path / "seen", all_steps=True)
+    assert verify_root(tmp_path / "seen").intact
+    restored(tmp_path / "seen", 2, states)
+    if store == "Directory":
+        assert not (tmp_path / "target" / ".copying").exists()
+
+
+# Damage.
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted(path for path in (root / "2").rglob("*") if path.is_file())
+
+
+def test_damage_at_the_source_is_named_and_nothing_becomes_visible(run, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    for number, victim in enumerate(files_of(root)):
+        before = victim.read_bytes()
+        flip(victim, victim)
+        target = tmp_path / f"target{number}"
+        with pytest.raises((Damaged, BrokenChain)) as caught:
+            copy(root, target)
+        assert victim.relative_to(root).as_posix() in str(caught.value), victim
+        assert not (target / "2").exists()
+        victim.write_bytes(before)
+
+
+def test_a_missing_parent_is_named(run, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    shutil.rmtree(root / "compacted")
+    shutil.rmtree(root / "0")
+    with pytest.raises(BrokenChain, match="parent 0 .* is missing"):
+        copy(root, tmp_path / "target")
+
+
+def test_a_damaged_manifest_of_a_base_is_passed_over_where_the_chain_stands(run, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    flip(root / "compacted" / "1" / "embeddings" / layout.manifest_name(0), root)
+    assert copy(root, tmp_path / "target").copied == ("0", "1", "2")
+    assert verify_root(tmp_path / "target").intact
+
+
+def test_damage_at_the_target_is_mended_where_it_is_read_again(run, tmp_path):
+    root, states = run
+    target = tmp_path / "target"
+    copy(root, target, all_steps=True)
+    flip(chunk(target / "0"), target)
+    assert copy(root, target, all_steps=True).copied == ()
+    assert copy(root, target, all_steps=True, recheck=True).copied == ("0",)
+    chunk(target / "1").unlink()
+    assert copy(root, target, all_steps=True).copied == ("1",)
+    assert verify_root(target).intact
+    restored(target, 2, states)
+
+
+def test_damage_in_an_object_store_is_found_on_the_way_back_and_mended(
+    run, server, bucket, tmp_path
+):
+    root, _ = run
+    given = {"target": bucket, "endpoint": server}
+    copy(root, **given)
+    store = copies._place(bucket, server)
+    name = chunk(root / "2").relative_to(root / "2").as_posix()
+    store.write(copies.Unit("2"), name, b"other bytes")
+    with pytest.raises(Damaged, match=f"2/{name}"):
+        back(given, tmp_path / "again")
+    assert not (tmp_path / "again" / "2").exists()
+    assert copy(root, **given).copied == ()
+    assert copy(root, **given, recheck=True).copied == ("2",)
+    back(given, tmp_path / "again")
+    assert verify_root(tmp_path / "again").intact
+
+
+def test_what_was_not_written_as_it_should_be_is_noticed(run, tmp_path):
+    """A disk that keeps other bytes than it was given."""
+    real = copies.Directory.write
+
+    def garbled(self, unit, name, data):
+        real(self, unit, name, data[:-1] + b"x" if name.endswith("0/0") else data)
+
+    with (
+        mock.patch.object(copies.Directory, "write", garbled),
+        pytest.raises(StorageError, match="found other bytes"),
+    ):
+        copy(run[0], tmp_path / "target")
+    assert not (tmp_path / "target" / "2").exists()
+
+
+def test_another_save_under_the_name_is_never_replaced(run, target, tmp_path):
+    write_chain(tmp_path / "other", 3)
+    copy(tmp_path / "other", **target, all_steps=True)
+    with pytest.raises(TargetDiffers, match="another save"):
+        copy(run[0], **target, all_steps=True)
+
+
+def another_item(place: Path) -> None:
+    os.rename(place / "embeddings", place / "others")
+
+
+def foreign(place: Path) -> None:
+    shutil.rmtree(place)
+    place.mkdir()
+    (place / "precious").write_bytes(b"bytes")
+
+
+def altered(place: Path) -> None:
+    flip(place / "embeddings" / layout.manifest_name(0), place)
+
+
+@pytest.mark.parametrize("make", [another_item, foreign, altered], ids=lambda one: one.__name__)
+def test_what_cannot_be_told_to_be_the_save_is_never_touched(make, run, tmp_path):
+    target = tmp_path / "target"
+    copy(run[0], target)
+    make(target / "2")
+    before = sorted((path, path.is_file() and path.read_bytes()) for path in target.rglob("*"))
+    with pytest.raises(TargetDiffers, match="move what has this name away"):
+        copy(run[0], target, recheck=True)
+    assert before == sorted(
+        (path, path.is_file() and path.read_bytes()) for path in target.rglob("*")
+    )
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_damaged_step_is_put_back_where_its_replacement_fails(killed, run, tmp_path):
+    target = tmp_path / "target"
+    copy(run[0], target)
+    chunk(target / "2").unlink()
+    real, left = files.rename, iter([True])
+
+    def rename(source, into, *, fsync):
+        if into == target / "2" and (next(left, False) or killed):
+            raise StorageError("no")
+        real(source, into, fsync=fsync)
+
+    with mock.patch.object(files, "rename", rename), pytest.raises(StorageError, match="no"):
+        copy(run[0], target)
+    assert (target / "2").exists() != killed
+    assert copy(run[0], target).copied == ("2",)
+    assert verify_root(target).intact and not (target / layout.COPYING).exists()
+
+
+def rolled_back(root: Path, step: int, new: int) -> None:
+    """Goes on from a step with another one, which is committed."""
+    with pytest.warns(UserWarning, match="moved"), manager(root, codec="lossless") as trainer:
+        result = trainer.restore(step, model.initial())
+        assert result.touched is not None
+        state, touched = model.train(result.state, result.touched, 77)
+        trainer.save(new, state, touched=touched)
+        trainer.wait()
+
+
+def test_steps_that_were_rolled_back_are_never_left_newest_at_the_target(run, target, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    copy(root, **target, all_steps=True)
+    shutil.rmtree(root / "2")
+    with pytest.raises(TargetDiffers, match=r"no step after 1, .* found \[2\]"):
+        copy(root, **target)
+    assert copy(root, **target, steps=[1]).copied == ()
+
+
+@pytest.mark.parametrize("at", ["_units", "_copy_files"])
+def test_a_step_that_is_replaced_meanwhile_is_gone_and_not_damaged(at, run, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    where = copies if at == "_units" else copies._Run
+    real, first = getattr(where, at), iter([True])
+
+    def then(*args):
+        found = real(*args) if at == "_units" else None
+        if next(first, False):
+            rolled_back(root, 1, 2)
+        return found if at == "_units" else real(*args)
+
+    with mock.patch.object(where, at, then), pytest.raises(StepGone, match="replaced"):
+        copy(root, tmp_path / "target", steps=[2])
+    assert not (tmp_path / "target" / "2").exists()
+
+
+def test_a_damaged_base_is_not_copied_where_what_it_stands_for_is(run, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    flip(chunk(root / "compacted" / "1"), root)
+    with pytest.warns(UserWarning, match="compacted/1/embeddings is not copied"):
+        done = copy(root, tmp_path / "target")
+    assert done.copied == ("0", "1", "2")
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["0", "1", "2"]
+    shutil.rmtree(root / "0")
+    with pytest.raises(Damaged, match="compacted/1"):
+        copy(root, tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a//b", "./a", ".."])
+def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
+    spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
+    copy(run[0], spec, steps=[0])
+    marker = tmp_path / "kv" / "copied" / "0.msgpack"
+    found = integrity.digests_from(marker.read_bytes(), name="marker")
+    found.files[name] = (1, 2, 3)
+    marker.write_bytes(integrity.digests_bytes(found))
+    with pytest.raises(Damaged, match="paths of files below it"):
+        copy(spec, tmp_path / "deep" / "target")
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def test_a_parent_that_is_no_step_is_damage(run, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    path = root / "2" / "embeddings" / layout.manifest_name(0)
+    record = manifest.from_bytes(path.read_bytes(), name="m")
+    assert record.parent is not None
+    wrong = dataclasses.replace(record.parent, step_dir="../1")
+    path.write_bytes(manifest.to_bytes(dataclasses.replace(record, parent=wrong)))
+    with pytest.raises(Damaged, match="a step as its parent"):
+        copy(root, tmp_path / "target")
+
+
+# Beside others.
+
+
+@pytest.mark.parametrize("store", ["file", "s3"])
+def test_of_copies_of_two_saves_to_one_name_the_later_is_refused(store, run, tmp_path, request):
+    given: dict = {"target": json.dumps({"driver": "file", "path": str(tmp_path / "kv")})}
+    if store == "s3":
+        given["target"] = request.getfixturevalue("bucket")
+        given["endpoint"] = request.getfixturevalue("server")
+    write_chain(tmp_path / "other", 1)
+    real, first = copies.ObjectStore.publish, iter([True])
+
+    def publish(self, unit, expected):
+        if next(first, False):
+            with pytest.raises(TargetDiffers, match="claims it for another save"):
+                copy(tmp_path / "other", **given)
+        real(self, unit, expected)
+
+    with mock.patch.object(copies.ObjectStore, "publish", publish):
+        copy(run[0], **given, steps=[0])
+    back(given, tmp_path / "again")
+    assert contents(tmp_path / "again", 0) == contents(run[0], 0)
+
+
+def test_a_target_whose_trainer_may_live_is_refused_without_the_callers_word(run, tmp_path):
+    with manager(tmp_path / "target", codec="lossless") as trainer:
+        with pytest.raises(InUse, match="which lives"):
+            copy(run[0], tmp_path / "target")
+        assert trainer.all_steps() == []
+    assert copy(run[0], tmp_path / "target", offline=True).copied[-1] == "2"
+
+
+def test_a_directory_of_others_is_refused_before_anything_is_made_there(run, tmp_path):
+    (tmp_path / "notes.txt").write_text("somebody's")
+    with pytest.raises(ForeignDirectory):
+        copy(run[0], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_is_removed_at_the_target_meanwhile_is_told(run, tmp_path):
+    real = copies.Directory.publish
+
+    def publish(self, unit, expected):
+        real(self, unit, expected)
+        if unit.name == "2":
+            shutil.rmtree(tmp_path / "target" / "compacted")
+
+    with (
+        mock.patch.object(copies.Directory, "publish", publish),
+        pytest.raises(InUse, match="something was removed"),
+    ):
+        copy(run[0], tmp_path / "target")
+
+
+def test_whoever_leaves_never_lets_two_hold_the_lock(tmp_path):
+    """The first one ends after the second has opened the file, and before it locks it."""
+    first = copies._place(tmp_path, None)
+    first.__enter__()
+    real, once = collect.fcntl.flock, iter([True])
+
+    def flock(file, operation):
+        if next(once, False):
+            first.__exit__(None, None, None)
+        real(file, operation)
+
+    with (
+        mock.patch.object(collect.fcntl, "flock", flock),
+        copies._place(tmp_path, None),
+        pytest.raises(InUse),
+        copies._place(tmp_path, None),
+    ):
+        pass
+
+
+def test_a_unit_that_lost_files_before_it_is_published_stays_hidden(run, tmp_path):
+    real = copies.Directory.publish
+
+    def publish(self, unit, expected):
+        next(self._staged(unit).rglob("manifest.0.msgpack")).unlink()
+        real(self, unit, expected)
+
+    with (
+        mock.patch.object(copies.Directory, "publish", publish),
+        pytest.raises(StorageError, match="manifest.0.msgpack removed"),
+    ):
+        copy(run[0], tmp_path / "target", steps=[0])
+    assert not (tmp_path / "target" / "0").exists()
+
+
+@pytest.mark.parametrize("removed", ["2", "compacted/1/embeddings"])
+def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, removed, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    real, first = copies.Directory.read, iter([True])
+
+    def read(self, unit, name):
+        if next(first, False):
+            os.rename(root / removed, tmp_path / "removed")
+        return real(self, unit, name)
+
+    with (
+        mock.patch.object(copies.Directory, "read", read),
+        pytest.raises(StepGone, match="copy again"),
+    ):
+        copy(root, tmp_path / "target")
+    assert not (tmp_path / "target" / "2").exists()
+
+
+def test_copying_beside_a_trainer_with_retention_gives_whole_steps(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=1)}
+    with manager(tmp_path / "run", **options) as trainer:
+        for step in range(6):
+            trainer.save(step, state, touched=touched)
+            state, touched = model.train(state, touched, step)
+            try:
+                copy(tmp_path / "run", tmp_path / "target")
+            except (StepGone, StepNotFound):
+                continue
+    assert verify_root(tmp_path / "target").intact
+
+
+def test_two_copies_to_one_directory_exclude_each_other(run, tmp_path):
+    with copies._place(tmp_path / "target", None), pytest.raises(InUse, match="no other copy"):
+        copy(run[0], tmp_path / "target")
+
+
+# What is refused.
+
+
+def test_wrong_places_are_refused_by_name(run, server, bucket, tmp_path):
+    root, _ = run
+    with pytest.raises(OptionError, match="ftp://"):
+        copy(root, "ftp://host/run")
+    with pytest.raises(OptionError, match="the host 'relative'"):
+        copy(root, "file://relative/path")
+    with pytest.raises(OptionError, match="JSON"):
+        copy(root, "{not json")
+    with pytest.raises(OptionError, match="s3:// URL"):
+        copy(root, "gs://bucket-name/run", endpoint=server)
+    with pytest.raises(StepNotFound, match=r"\[7\]"):
+        copy(root, tmp_path / "target", steps=[7])
+    with pytest.raises(StepNotFound, match="found none"):
+        copy(bucket, tmp_path / "target", endpoint=server)
+    with pytest.raises(StorageError, match="some/run"):
+        copy(root, "s3://no-such-bucket-here/some/run", endpoint=server)
+    with (
+        mock.patch.object(files, "free_bytes", return_value=10),
+        pytest.raises(OutOfSpace, match="found 10 free"),
+    ):
+        copy(root, tmp_path / "full")
+
+
+def test_a_kvstore_spec_and_a_file_url_are_places_too(run, tmp_path):
+    root, states = run
+    spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
+    copy(root, spec)
+    copy(spec, f"FILE://localhost{tmp_path}/a%20target#1")
+    restored(tmp_path / "a target#1", 2, states)
+
+
+def test_memory_is_bounded_and_a_larger_file_goes_alone():
+    memory = copies._Memory(10)
+    with memory.taken(4), memory.taken(6):
+        assert memory._taken == 10
+    with memory.taken(100):
+        assert memory._taken == 100
+    assert memory._taken == 0
+
+
+def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
+    copy(run[0], tmp_path / "target", steps=[1])
+    assert [save.name for save in stored.read_chain(tmp_path / "target" / "1")] == [
+        "compacted/1/embeddings"
+    ]
+    assert integrity.verify_step(tmp_path / "target" / "1") == []
+
+
+# The command.
+
+
+def command(*arguments: object):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **own_environment()},
+    )
+
+
+def test_the_command_copies_there_and_back(run, server, bucket, tmp_path):
+    found = command("copy", run[0], bucket, "--endpoint", server)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("1 step (2) at the target: copied ")
+    found = command("copy", bucket, tmp_path / "again", "--endpoint", server, "--json")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["copied"] == ["compacted/1/embeddings", "2"]
+    assert verify_root(tmp_path / "again").intact
+    assert command("copy", run[0], tmp_path / "x", "--all", "--step", 1).returncode == 2
+    assert command("copy", run[0], tmp_path / "x", "--step", 99).returncode == 1

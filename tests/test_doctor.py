@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deltackpt doctor``: what it finds on real file systems, and what it makes of what it finds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import google_crc32c
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bad_input import tmpfs
+
+import deltackpt
+from deltackpt import cli, doctor, layout
+from deltackpt.doctor import DiskTimes, Finding, Mount
+
+MIB = 1 << 20
+
+
+def by_subject(findings) -> dict[str, Finding]:
+    found = {finding.subject: finding for finding in findings}
+    assert len(found) == len(findings)
+    return found
+
+
+def of(directory, **options) -> dict[str, Finding]:
+    """What is found of a directory, by subject."""
+    findings = doctor.examine(directory, **options)
+    return by_subject([finding for finding in findings if finding.area == "directory"])
+
+
+def names(directory: Path) -> set[str]:
+    return set(os.listdir(directory))
+
+
+# A real directory.
+
+
+def test_a_good_directory_is_measured_and_left_as_it_was(tmp_path):
+    (tmp_path / "5").mkdir()
+    found = of(tmp_path)
+    assert {"file system", "free space", "exclusive creation", "rename", "fsync", "bandwidth"} <= {
+        *found
+    }
+    assert found["directory"].severity == found["rename"].severity == "ok"
+    assert found["exclusive creation"].severity == "ok"
+    assert found["steps"].figures == {"steps": 1, "newest_step": 5}
+    assert all(secs > 0 for secs in found["fsync"].figures.values())
+    assert names(tmp_path) == {"5"}
+
+
+def test_read_only_writes_nothing(tmp_path):
+    with mock.patch("tempfile.mkdtemp", side_effect=AssertionError("it wrote")):
+        found = of(tmp_path, read_only=True)
+    assert found["directory"].severity == "ok" and "fsync" not in found
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path):
+    missing = tmp_path / "run" / "17"
+    found = of(missing)
+    assert found["directory"].severity == "warning"
+    assert found["directory"].action.endswith(f"mkdir -p {missing}")
+    assert "file system" in found and "fsync" not in found
+    assert names(tmp_path) == set()
+
+
+def test_a_directory_of_others_is_a_problem(tmp_path):
+    (tmp_path / "photos").mkdir()
+    found = of(tmp_path)
+    assert found["directory"].severity == "problem" and "photos" in found["directory"].found
+
+
+def test_an_object_store_is_a_problem():
+    found = of("gs://bucket/run")
+    assert [finding.severity for finding in found.values()] == ["problem"]
+    assert "does not commit on" in found["directory"].found
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "os.rename", "os.replace", "os.urandom"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_refusal_of_the_file_system_is_a_problem_and_leaves_nothing(tmp_path, call, code):
+    with mock.patch(call, side_effect=OSError(code, os.strerror(code))):
+        found = of(tmp_path)
+    assert found["writing"].severity == "problem"
+    assert found["writing"].found == os.strerror(code)
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("call", "broken", "subject"),
+    [
+        ("pathlib.Path.touch", lambda *_, **__: None, "exclusive creation"),
+        ("os.replace", lambda old, new: shutil.copy(old, new), "rename"),
+        ("os.rename", lambda old, new: shutil.copytree(old, new, dirs_exist_ok=True), "rename"),
+    ],
+)
+def test_a_file_system_without_posix_semantics_is_a_problem(tmp_path, call, broken, subject):
+    with mock.patch(call, broken):
+        finding = of(tmp_path)[subject]
+    assert finding.severity == "problem" and finding.meaning
+    assert names(tmp_path) == set()
+
+
+def test_a_signal_to_end_it_leaves_nothing(tmp_path):
+    program = (
+        "import os, sys, time\n"
+        "from deltackpt import cli\n"
+        "os.urandom = lambda _: print('measuring', flush=True) or time.sleep(600)\n"
+        f"sys.argv[1:] = ['doctor', {str(tmp_path)!r}]\n"
+        "cli.main()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as running:
+        try:
+            assert running.stdout is not None and running.stdout.readline() == b"measuring\n"
+            assert len(names(tmp_path)) == 1
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 128 + signal.SIGTERM
+        finally:
+            running.kill()
+    assert names(tmp_path) == set()
+
+
+# Real file systems.
+
+
+@contextlib.contextmanager
+def ext4(tmp_path: Path, options: str) -> Iterator[Path]:
+    """A mounted ext4 on a loop device."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("an ext4 of its own needs root and mkfs.ext4")
+    image, point = tmp_path / "disk.img", tmp_path / "disk of ext4"
+    with open(image, "wb") as file:
+        file.truncate(400 * MIB)
+    point.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    mounted = subprocess.run(
+        ["mount", "-o", f"loop,{options}", str(image), str(point)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no loop device can be mounted: {mounted.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def test_ext4_is_local_and_measured(tmp_path):
+    with ext4(tmp_path, "rw") as point:
+        (point / "run").mkdir()
+        found = of(point / "run")
+    assert found["file system"].severity == "ok"
+    assert found["file system"].figures["kind"] == "ext4"
+    assert found["file system"].figures["point"] == str(point)
+    assert found["fsync"].figures["large_bytes"] == 64 * MIB
+
+
+def test_ext4_without_flushes_is_a_problem(tmp_path):
+    with ext4(tmp_path, "nobarrier") as point:
+        found = of(point, read_only=True)
+    assert found["file system"].severity == "problem"
+    assert "power cut" in found["file system"].meaning
+
+
+def test_a_file_system_that_is_mounted_read_only_cannot_be_saved_to(tmp_path):
+    with ext4(tmp_path, "ro") as point:
+        found, reading = of(point), of(point, read_only=True)
+        done = CliRunner().invoke(cli.cli, ["doctor", str(point)])
+    assert found["file system"].severity == found["directory"].severity == "problem"
+    assert "fsync" not in found and "writing" not in found
+    assert done.exit_code == 1
+    assert all(finding.severity != "problem" for finding in reading.values())
+
+
+def test_memory_does_not_survive_a_power_cut_and_a_small_disk_is_not_filled(tmp_path):
+    with tmpfs(tmp_path / "small", "size=8m") as point:
+        found = of(point)
+        assert names(point) == set()
+    assert found["file system"].severity == "warning"
+    assert "does not survive a power cut" in found["file system"].meaning
+    assert found["free space"].severity == found["measurement"].severity == "warning"
+
+
+# What a directory holds.
+
+
+def save(directory: Path, *more: str) -> str:
+    """A program that saves step 1 there."""
+    return "\n".join(
+        [
+            "import jax.numpy as jnp, os, deltackpt",
+            "tables = deltackpt.Tables(select='t')",
+            f"saver = deltackpt.CheckpointManager({str(directory)!r}, handlers={{'e': tables}})",
+            "saver.save(1, {'t': jnp.ones((10, 2))})",
+            "saver.wait()",
+            *more,
+        ]
+    )
+
+
+def test_the_holder_of_the_lease_is_named(tmp_path):
+    tables = deltackpt.Tables(select="t")
+    with deltackpt.CheckpointManager(tmp_path, handlers={"e": tables}) as saver:
+        saver.save(1, {"t": jnp.ones((10, 2))})
+        saver.wait()
+        found = of(tmp_path, read_only=True)
+    lease = found["lease"]
+    assert lease.severity == "note" and "which runs" in lease.found
+    assert (lease.figures["pid"], lease.figures["epoch"]) == (os.getpid(), 1)
+    assert found["steps"].found == "1 committed, newest 1"
+
+
+def test_a_holder_that_was_killed_is_no_reason_to_wait(tmp_path):
+    subprocess.run([sys.executable, "-c", save(tmp_path, "os._exit(9)")], check=False)
+    lease = of(tmp_path, read_only=True)["lease"]
+    assert lease.severity == "ok" and "which has ended" in lease.found
+
+
+def test_a_lease_that_was_not_signed_is_told(tmp_path):
+    (tmp_path / layout.lease_name(7)).touch()
+    lease = of(tmp_path, read_only=True)["lease"]
+    assert lease.severity == "note" and lease.found == "epoch 7, not signed"
+
+
+def test_leftovers_are_named_and_not_touched(tmp_path):
+    left = {
+        "unfinished steps": "8.orbax-checkpoint-tmp",
+        "moved-aside steps": f"{layout.ROLLED_BACK}/run/7",
+        "deleted steps": f"{layout.TRASH}/0123/6",
+        "unfinished compactions": f"{layout.COMPACTED}/5.{'0' * 32}.tmp",
+        "measurements cut off": ".deltackpt-doctor.abc",
+    }
+    for name in left.values():
+        (tmp_path / name).mkdir(parents=True)
+    found = of(tmp_path, read_only=True)
+    for subject, name in left.items():
+        assert found[subject].severity == "note" and Path(name).name in found[subject].found
+        assert found[subject].meaning and found[subject].action
+        assert (tmp_path / name).is_dir()
+
+
+# Mounts.
+
+TABLE = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+23 22 0:21 / /data rw - nfs4 server:/export rw,hard,vers=4.2
+24 23 0:22 / /data/my\040runs rw - tmpfs tmpfs rw,size=4k
+25 23 0:23 / /data/over rw - ext4 /dev/vdb rw
+26 23 0:24 / /data/over ro shared:2 master:3 - xfs /dev/vdc rw,nobarrier
+a line that is none
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "point"),
+    [
+        ("/", "ext4", "/"),
+        ("/database", "ext4", "/"),
+        ("/data", "nfs4", "/data"),
+        ("/data/my runs/17", "tmpfs", "/data/my runs"),
+        ("/data/my", "nfs4", "/data"),
+        ("/data/over/a", "xfs", "/data/over"),
+    ],
+)
+def test_the_mount_of_a_path_is_the_innermost_and_newest(path, kind, point):
+    mount = doctor.mount_of(path, TABLE)
+    assert mount is not None and (mount.kind, mount.point) == (kind, point)
+
+
+def test_options_of_the_mount_and_of_the_file_system_count():
+    mount = doctor.mount_of("/data/over", TABLE)
+    assert mount is not None and mount.options == ("ro", "rw", "nobarrier")
+
+
+@given(st.text(), st.text())
+def test_any_text_is_a_table_of_mounts(path, text):
+    doctor.mount_of(path, text)
+
+
+def test_this_process_finds_its_own_mount(tmp_path):
+    table = Path("/proc/self/mountinfo")
+    if not table.exists():
+        pytest.skip("not Linux")
+    mount = doctor.mount_of(os.path.realpath(tmp_path), table.read_text())
+    assert mount is not None and os.path.ismount(mount.point)
+
+
+def mounted(kind: str, *options: str, source: str = "/dev/vda") -> Mount:
+    return Mount(point="/data", kind=kind, source=source, options=("rw", *options))
+
+
+@pytest.mark.parametrize(
+    ("mount", "severity", "match"),
+    [
+        (mounted("ext4"), "ok", ""),
+        (mounted("xfs", "noatime"), "ok", ""),
+        (mounted("ext4", "barrier=0"), "problem", "power cut"),
+        (mounted("xfs", "ro"), "problem", "none can be saved"),
+        (mounted("nfs4", "hard"), "note", "what the server keeps"),
+        (mounted("nfs", "soft"), "warning", "slow to answer"),
+        (mounted("lustre"), "note", "what the server keeps"),
+        (mounted("tmpfs"), "warning", "power cut"),
+        (mounted("overlay"), "warning", "container"),
+        (mounted("fuse.gcsfuse", source="bucket"), "problem", "not atomic"),
+        (mounted("fuse", source="mountpoint-s3"), "problem", "not atomic"),
+        (mounted("fuse.sshfs"), "warning", "fsync"),
+        (mounted("exfat"), "warning", "fsync"),
+        (None, "note", "cannot be told"),
+    ],
+)
+def test_a_file_system_is_judged_by_what_it_promises(mount, severity, match):
+    found = doctor.file_system_finding(mount)
+    assert found.severity == severity and match in found.meaning
+    assert severity in ("ok", "note") or found.action
+
+
+# Times.
+
+
+def times(**changes: float) -> DiskTimes:
+    of_nvme = DiskTimes(
+        small_fsync_secs=0.001,
+        rename_fsync_secs=0.001,
+        large_bytes=64 * MIB,
+        large_write_secs=0.03,
+        large_fsync_secs=0.05,
+        large_read_secs=0.04,
+    )
+    return dataclasses.replace(of_nvme, **changes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "mount", "severity"),
+    [
+        (times(), mounted("ext4"), "ok"),
+        (times(large_fsync_secs=0.0001), mounted("ext4"), "problem"),
+        (times(large_fsync_secs=0.0001), None, "problem"),
+        (times(large_fsync_secs=0.0001), mounted("tmpfs"), "warning"),
+        (times(large_fsync_secs=0.0001), mounted("ext4", "sync"), "ok"),
+        (times(large_fsync_secs=0.0001, large_write_secs=1.0), mounted("nfs4"), "ok"),
+        (times(small_fsync_secs=0.3), mounted("ext4"), "warning"),
+    ],
+)
+def test_an_fsync_that_returns_at_once_is_not_believed(measured, mount, severity):
+    assert doctor.fsync_finding(measured, mount).severity == severity
+
+
+def test_a_slow_disk_says_how_long_a_base_takes():
+    found = doctor.bandwidth_finding(times(large_write_secs=3.0, large_fsync_secs=1.0))
+    assert found.severity == "note" and "64 s" in found.meaning
+    assert doctor.bandwidth_finding(times()).severity == "ok"
+
+
+# The machine and the versions.
+
+
+@pytest.mark.parametrize(
+    ("groups", "limit"),
+    [
+        ("0::/job/step\n", 2 << 30),
+        ("0::/job\n", 2 << 30),
+        ("0::/\n", None),
+        ("0::/elsewhere/outside\n", None),
+        ("4:memory:/box\n0::/\n", 1 << 30),
+        ("5:cpu:/box\n", None),
+        ("", None),
+    ],
+)
+def test_the_tightest_memory_limit_counts(tmp_path, groups, limit):
+    for name, text in {
+        "job/memory.max": f"{2 << 30}\n",
+        "job/step/memory.max": "max\n",
+        "memory/box/memory.limit_in_bytes": f"{1 << 30}\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert doctor.memory_limit_bytes(groups, tmp_path) == limit
+
+
+def test_huge_pages_are_those_of_the_buffer():
+    smaps = (
+        "7f00-7f10 rw-p 00000000 00:00 0\nAnonHugePages:      4096 kB\n"
+        "7f10-7f20 rw-p 00000000 00:00 0\nRss: 8 kB\nAnonHugePages:      2048 kB\n"
+    )
+    assert doctor.huge_bytes(smaps, 0x7F00) == 4 * MIB
+    assert doctor.huge_bytes(smaps, 0x7F1F) == 2 * MIB
+    assert doctor.huge_bytes(smaps, 0x7F20) == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "required", "severity"),
+    [
+        ("0.12.8", True, "ok"),
+        ("0.12.9rc1", True, "ok"),
+        ("0.13.0", True, "problem"),
+        ("0.11.30", True, "problem"),
+        (None, True, "problem"),
+        (None, False, "note"),
+    ],
+)
+def test_a_version_is_held_against_the_range(found, required, severity):
+    finding = doctor.version_finding("orbax-checkpoint", found, "<0.13,>=0.12.8", required=required)
+    assert finding.severity == severity
+    assert severity == "ok" or 'pip install "orbax-checkpoint>=0.12.8,<0.13"' in finding.action
+
+
+def test_the_versions_that_are_installed_here_are_supported():
+    found = by_subject(doctor.examine())
+    for name in ("python", "jax", "orbax-checkpoint", "tensorstore", "numpy", "flax"):
+        assert found[name].severity == "ok", found[name]
+    assert {finding.area for finding in found.values()} == {"machine", "software"}
+    assert {"memory", "shared memory", "open files", "processors"} <= {*found}
+
+
+def test_slow_checksums_are_a_problem(monkeypatch):
+    assert by_subject(doctor.examine())["google-crc32c"].severity == "ok"
+    monkeypatch.setattr(google_crc32c, "implementation", "python")
+    assert by_subject(doctor.examine())["google-crc32c"].severity == "problem"
+
+
+# The command.
+
+
+def run(*arguments: object, absent: tuple[str, ...] = ()):
+    """The command in a process in which some packages cannot be imported."""
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r}));"
+        f"sys.argv[1:] = {['doctor', *map(str, arguments)]!r};"
+        "from deltackpt import cli; cli.main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True
+    )
+
+
+def test_the_command_needs_neither_jax_nor_orbax(tmp_path):
+    found = run(tmp_path, "--json", absent=("jax", "orbax", "flax", "ray"))
+    assert found.stderr == ""
+    told = json.loads(found.stdout)
+    assert told["directory"] == str(tmp_path)
+    severities = {finding["subject"]: finding["severity"] for finding in told["findings"]}
+    assert severities["steps"] == severities["rename"] == "ok"
+    assert found.returncode == ("problem" in severities.values())
+
+
+def test_a_package_that_is_missing_is_a_finding_and_no_traceback(tmp_path):
+    found = run(tmp_path, absent=("tensorstore", "google_crc32c", "numpy"))
+    assert found.returncode == 1 and found.stderr == ""
+    for subject in ("contents", "huge pages", "checksums"):
+        line = next(line for line in found.stdout.splitlines() if subject in line)
+        assert "problem" in line and "cannot be looked at" in line
+
+
+def test_each_finding_is_one_line_for_pipes_with_a_summary_below(tmp_path):
+    (tmp_path / "8.orbax-checkpoint-tmp").mkdir()
+    found = CliRunner().invoke(cli.cli, ["doctor", str(tmp_path), "--read-only"])
+    lines = found.output.splitlines()
+    assert lines[0] == "Directory" and "Machine" in lines and "Software" in lines
+    at = next(i for i, line in enumerate(lines) if line.startswith("  note     unfinished steps"))
+    assert "in flight" in lines[at + 1] and "-> none: the next trainer" in lines[at + 2]
+    assert lines[-1].startswith("0 problems") and "\x1b" not in found.output
+
+
+def test_wrong_usage_is_told_apart_from_problems(tmp_path):
+    (tmp_path / "file").touch()
+    assert run(tmp_path / "file").returncode == 2
+    assert run(tmp_path, "--fast").returncode == 2
+
+
+def test_help_says_what_is_written_and_has_examples():
+    found = CliRunner().invoke(cli.cli, ["doctor", "--help"])
+    assert "64 MiB" in found.output and "deltackpt doctor /data/run-17 --read-only" in found.output

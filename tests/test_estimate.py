@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deltackpt plan``: what a restore reads is counted right, and its time is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import model
+import pytest
+from golden import make_golden
+from test_compact import fold, manager, write_chain
+from test_verify import chunk, flip
+
+import deltackpt
+from deltackpt import estimate, reader, stored
+from deltackpt.errors import Damaged, StepNotFound
+from deltackpt.estimate import restore_plan
+from deltackpt.storage import files
+
+GOLDEN = Path(make_golden.__file__).parent
+
+
+def array_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("part.*/**/c/**/*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("written")
+    write_chain(root, 4, codec="adaptive4", slot_codec="bf16")
+    return root
+
+
+@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
+def test_the_plan_counts_what_lies_on_disk(name):
+    plan = restore_plan(GOLDEN / name, 20)
+    assert [save.name for save in plan.chain] == ["10", "20"]
+    assert [save.kind for save in plan.chain] == ["base", "delta"]
+    for save in plan.chain:
+        held = array_files(GOLDEN / name / save.name)
+        assert save.file_count == len(held)
+        assert save.nbytes == sum(path.stat().st_size for path in held)
+    assert plan.bytes_read == pytest.approx(sum(t.bytes_read for t in plan.tables), abs=10)
+    assert {table.table: table.rows for table in plan.tables} == {
+        "tables/users": 50,
+        "tables/items": 30,
+        "tables/half": 20,
+        "tables/coarse": 40,
+        "tables/ids": 12,
+    }
+    read = {table.table: table.rows_read for table in plan.tables}
+    assert read["tables/users"] == 50 + 5 and read["tables/ids"] == 24
+
+
+def test_memory_is_what_a_restore_fills(written):
+    plan = restore_plan(written)
+    found = reader.restore_tables(stored.read_chain(written / "3"))
+    filled = {
+        name: sum(array.nbytes for array in fields.values())
+        for name, fields in found.fields.items()
+    }
+    assert {table.table: table.memory_bytes for table in plan.tables} == filled
+    assert plan.memory_bytes == plan.folded_bytes == sum(filled.values())
+    assert (plan.dense_file_count, plan.dense_bytes) != (0, 0)
+
+
+def test_a_compacted_base_is_planned_where_it_stands(written, tmp_path):
+    write_chain(tmp_path, 4)
+    fold(tmp_path, 1)
+    plan = restore_plan(tmp_path, 2)
+    assert [save.name for save in plan.chain] == ["compacted/1/embeddings", "2"]
+    assert plan.chain[0].compacted and not plan.chain[1].compacted
+
+
+def test_small_steps_are_measured_as_a_whole(written):
+    found = restore_plan(written).estimate
+    assert found.sampled_share == 1.0
+    assert 0 < found.records_secs < found.seconds and found.tables_secs > 0
+
+
+def test_the_sample_is_bounded_and_of_every_kind_of_rows(written, monkeypatch):
+    """A second saves nothing of a step that would take an hour."""
+    monkeypatch.setattr(estimate, "_SAMPLE_BYTES", 1)
+    found = restore_plan(written).estimate
+    assert 0 < found.sampled_share < 1
+    assert found.tables_secs > 0
+
+
+def test_rows_far_apart_are_sampled_within_the_window(written, monkeypatch):
+    taken: list[int] = []
+    real = files.empty_buffer
+
+    def noted(shape, dtype):
+        buffer = real(shape, dtype)
+        taken.append(buffer.nbytes)
+        return buffer
+
+    monkeypatch.setattr(estimate, "_WINDOW_BYTES", 600)
+    monkeypatch.setattr(files, "empty_buffer", noted)
+    assert restore_plan(written).estimate.tables_secs > 0
+    assert max(taken) <= 600
+
+
+def test_columns_of_several_processes_count_rows_once():
+    plan = restore_plan(GOLDEN / "parts-v1", 10)
+    assert plan.chain[0].rows == 50 + 30 + 20 + 40 + 12
+
+
+def test_a_step_with_no_touched_row_reads_nothing_more(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager(tmp_path, policy=deltackpt.Consecutive()) as trainer:
+        for step in (1, 2):
+            trainer.save(step, state, touched=touched)
+    plan = restore_plan(tmp_path)
+    assert (plan.chain[1].rows, plan.chain[1].nbytes) == (0, 0)
+
+
+def test_damage_that_is_come_across_and_missing_steps_are_named(tmp_path):
+    write_chain(tmp_path, 1)
+    with pytest.raises(StepNotFound):
+        restore_plan(tmp_path, 9)
+    victim = chunk(tmp_path / "0")
+    flip(victim, victim)
+    with pytest.raises(Damaged):
+        restore_plan(tmp_path)
+
+
+def run(*arguments: object):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_shows_chain_tables_time_and_compaction(written):
+    found = run("plan", written, 2, "--tables")
+    assert found.returncode == 0, found.stderr
+    for part in ("adaptive4", "tables/users", "memory: ", "time: about ", "compaction: a base of"):
+        assert part in found.stdout
+    told = json.loads(run("plan", written, "--json").stdout)
+    assert told["step"] == 3 and told["estimate"]["seconds"] > 0
+    assert run("plan", written, 99).returncode == 1
+    assert run("plan", written, "x").returncode == 2

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""inspect against a model in memory: random chains, many parts, other topologies on the way.
+
+``without_jax/`` reads real runs, with dense leaves and every codec, where there is no jax.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import model
+import numpy as np
+import pytest
+import test_meshes
+from hypothesis import HealthCheck, Phase, given, settings
+from test_compact import manager, write_chain
+from test_meshes import Job, Run, Topology, initial, topologies, trained
+
+import deltackpt
+import deltackpt.inspect
+from deltackpt import compact, errors, lineage, stored, tables
+
+TABLE = "tables/users"
+
+
+def fields(state: dict) -> dict[str, dict[str, np.ndarray]]:
+    """Table to field to leaf of a state of ``test_meshes``."""
+    return tables.split(state, test_meshes.TABLES).fields
+
+
+def go_on(root: Path, step: int, job: Job, topology: Topology) -> Run:
+    """A run that goes on from a step on another topology."""
+    run = Run(job, topology, root)
+    chain = stored.read_chain(root / str(step))
+    new = lineage.new_run()
+    for own in run.lineages:
+        sizes = [save.info.nbytes for save in chain]
+        own.adopt(chain[-1].info, root / str(step), chain[-1].layout, sizes=sizes, run=new)
+    return run
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    # An example takes a second: shrinking one would take minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    runs=st.lists(st.tuples(topologies(), st.sampled_from([1, 2, 4])), min_size=1, max_size=3),
+    seed=st.integers(0, 1 << 16),
+    data=st.data(),
+)
+def test_lazy_reads_histories_and_diffs_are_those_of_the_model(tmp_path_factory, runs, seed, data):
+    root = tmp_path_factory.mktemp("root")
+    states, held, step = [initial()], [{}], 0
+    for number, (topology, count) in enumerate(runs):
+        job = Job(count)
+        with job.running():
+            run = Run(job, topology, root) if not number else go_on(root, step, job, topology)
+            if not number:
+                found = run.save(0, states[0])
+                if any(isinstance(result, errors.TrackingError) for result in found):
+                    return  # Slots whose rows lie on none of the processes that hold their stamps.
+            for _ in range(2):
+                state, ids = trained(states[-1], seed + step)
+                run.mark(ids)
+                found = run.save(step + 1, state)
+                if any(isinstance(result, errors.TrackingError) for result in found):
+                    return
+                assert not [result for result in found if isinstance(result, Exception)], found
+                step += 1
+                states.append(state)
+                held.append(ids)
+    ck = deltackpt.inspect.open(root)
+    assert ck.steps == list(range(step + 1))
+    # Tables that group otherwise on a new topology make a base.
+    for save in ck.saves:
+        if save.kind == "base":
+            held[save.step] = {name: np.arange(len(t)) for name, t in ck.at(0).tables.items()}
+    for at, state in enumerate(states):
+        for name, expected in fields(state).items():
+            table = ck.at(at).tables[name]
+            for field, leaf in expected.items():
+                lazy = table.field(field)
+                assert (lazy.shape, lazy.dtype) == (leaf.shape, leaf.dtype)
+                index = data.draw(st.lists(st.integers(-len(leaf), len(leaf) - 1), max_size=9))
+                rows = np.array(index, int)
+                assert lazy[rows].tobytes() == leaf[rows].tobytes()
+            assert np.asarray(table).tobytes() == expected["values"].tobytes()
+        touched = ck.touched(at)
+        for name, rows in held[at].items():
+            assert touched[name].tolist() == sorted(rows.tolist())
+    name = data.draw(st.sampled_from(sorted(fields(states[0]))))
+    field = data.draw(st.sampled_from(["values", "slot.moment", "slot.accumulator"]))
+    leaves = [fields(state)[name][field] for state in states]
+    rows = data.draw(st.lists(st.integers(0, len(leaves[0]) - 1), min_size=1, max_size=6))
+    history = ck.history(name, rows, field=field)
+    assert history.values.tobytes() == np.stack([leaf[rows] for leaf in leaves]).tobytes()
+    for at in range(step + 1):
+        assert history.written[at].tolist() == [row in held[at][name] for row in rows]
+    first, last = sorted(data.draw(st.tuples(st.integers(0, step), st.integers(0, step))))
+    changed = ck.diff(first, last, field=field)[name]
+    before, after = leaves[first], leaves[last]
+    differs = (before != after).reshape(len(before), -1).any(axis=1)
+    assert changed.rows.tolist() == np.flatnonzero(differs).tolist()
+    wide = (after - before).reshape(len(before), -1).astype(np.float64)
+    np.testing.assert_allclose(changed.norms, np.linalg.norm(wide, axis=1)[differs], rtol=1e-6)
+
+
+def test_a_diff_compares_only_rows_that_a_save_between_holds(tmp_path):
+    write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    touched = np.unique(np.concatenate([ck.touched(step)[TABLE] for step in (2, 3)]))
+    found = ck.diff(1, 3)[TABLE]
+    assert found.compared == len(touched) < found.total_rows
+    assert set(found.rows) <= set(touched)
+    # The other way round it is the same rows.
+    assert ck.diff(3, 1)[TABLE].rows.tolist() == found.rows.tolist()
+
+
+def test_a_diff_over_a_base_compares_all_rows_and_finds_the_same(tmp_path):
+    states = write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    compact.compact(tmp_path, memory_bytes=64 << 20)
+    again = deltackpt.inspect.open(tmp_path)
+    found = again.diff(1, 4)[TABLE]
+    assert found.rows.tolist() == ck.diff(1, 4)[TABLE].rows.tolist()
+    before, after = (np.asarray(states[step]["tables"]["users"]) for step in (1, 4))
+    assert found.rows.tolist() == np.flatnonzero((before != after).any(axis=1)).tolist()
+
+
+def test_a_change_of_sign_of_zero_or_of_a_nan_is_a_difference(tmp_path):
+    table = np.ones((4, 2), np.float32)
+    table[0], table[1] = 0.0, np.nan
+    touched = deltackpt.touched.init({"t": jax.numpy.asarray(table)})
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        saver.save(0, {"t": jax.numpy.asarray(table)}, touched=touched)
+        saver.wait()
+        table[0], table[3] = -0.0, np.inf
+        touched = deltackpt.touched.mark(touched, {"t": jax.numpy.arange(4)})
+        saver.save(1, {"t": jax.numpy.asarray(table)}, touched=touched)
+    found = deltackpt.inspect.open(tmp_path).diff(0, 1)["t"]
+    assert found.rows.tolist() == [0, 3]
+    assert found.norms.tolist() == [0.0, np.inf]
+    assert found.relative.tolist() == [0.0, np.inf]
+    assert found.largest().tolist() == [3, 0]
+    assert found.quantiles((0.0, 1.0)) == {0.0: 0.0, 1.0: np.inf}
+
+
+def test_history_says_which_rows_there_were_when_a_table_grew(tmp_path):
+    small, large = np.zeros((3, 2), np.float32), np.ones((5, 2), np.float32)
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        for step, table in enumerate((small, large)):
+            saver.save(step, {"t": table}, touched=deltackpt.touched.init({"t": table}))
+            saver.wait()
+    ck = deltackpt.inspect.open(tmp_path)
+    found = ck.history("t", [4, 0])
+    assert found.present.tolist() == [[False, True], [True, True]]
+    assert found.values.tolist() == [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]
+    assert found.to_pandas().index.tolist() == [(0, 0), (1, 4), (1, 0)]
+    assert ck.diff(0, 1)["t"].added == 2
+    with pytest.raises(errors.TemplateMismatch, match=r"within \[0, 5\), found row 5"):
+        ck.history("t", 5)
+
+
+def test_history_reads_each_save_once(tmp_path):
+    write_chain(tmp_path)
+    opened = []
+    real = stored.arrays.read_array
+
+    def counting(directory, *arguments, **keywords):
+        opened.append(directory)
+        return real(directory, *arguments, **keywords)
+
+    with mock.patch.object(stored.arrays, "read_array", counting):
+        deltackpt.inspect.open(tmp_path).history(TABLE, 3)
+    assert len(opened) == len(set(opened))
+
+
+def test_a_damaged_row_is_named_and_others_still_read(tmp_path):
+    table = np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32)
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        saver.save(0, {"t": table})
+    [chunk] = tmp_path.glob("0/embeddings/part.0/*/values/c/0/0")
+    data = bytearray(chunk.read_bytes())
+    data[len(data) // 2] ^= 1
+    chunk.write_bytes(data)
+    lazy = deltackpt.inspect.open(tmp_path).at(0)["t"]
+    assert lazy[3].tobytes() == table[3].tobytes()
+    with pytest.raises(errors.Damaged, match="values/c/0/0"):
+        lazy[2048]
+
+
+def test_a_damaged_dense_file_is_found_before_a_leaf_is_read(tmp_path):
+    write_chain(tmp_path, 1)
+    [data] = (path for path in tmp_path.glob("0/dense/d/*"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    step = deltackpt.inspect.open(tmp_path).at(0)
+    with pytest.raises(errors.Damaged, match="dense/d/"):
+        step["dense/kernel"][:]
+    assert step[TABLE][:3].shape == (3, 8)
+
+
+def test_a_damaged_compacted_base_is_passed_over(tmp_path):
+    states = write_chain(tmp_path)
+    compact.compact(tmp_path, memory_bytes=64 << 20)
+    chunk = next(tmp_path.glob("compacted/4/embeddings/part.0/*/values/c/0/0"))
+    chunk.write_bytes(b"")
+    step = deltackpt.inspect.open(tmp_path).at(4)
+    with pytest.warns(UserWarning, match="instead") as caught:
+        found = np.asarray(step["tables/users"]), np.asarray(step["tables/items"])
+    assert len(caught) == 1
+    assert found[0].tobytes() == np.asarray(states[4]["tables"]["users"]).tobytes()
+    assert found[1].tobytes() == np.asarray(states[4]["tables"]["items"]).tobytes()
+
+
+def test_a_step_that_is_removed_while_it_is_open_is_gone(tmp_path):
+    write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    step = ck.at(4)
+    shutil.rmtree(tmp_path / "4")
+    with pytest.raises(errors.StepGone):
+        step[TABLE][0]
+    assert ck.steps == [0, 1, 2, 3]
+    with pytest.raises(errors.StepNotFound):
+        ck.at(4)
+
+
+def test_history_over_all_steps_leaves_out_those_removed_meanwhile(tmp_path):
+    write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    with mock.patch.object(type(ck), "steps", [0, 1, 2, 3, 4, 99]):
+        assert ck.history(TABLE, 0).steps.tolist() == [0, 1, 2, 3, 4]
+        with pytest.raises(errors.StepNotFound):
+            ck.history(TABLE, 0, steps=[99])
+
+
+def test_a_step_that_takes_the_place_of_a_rolled_back_one_is_read_anew(tmp_path):
+    states = write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    assert len(ck.saves) == 5
+    old = ck.touched(2)[TABLE]
+    with manager(tmp_path) as saver:
+        result = saver.restore(1, states[1])
+        touched = deltackpt.touched.mark(result.touched, {TABLE: jax.numpy.arange(3)})
+        with pytest.warns(UserWarning, match="rolled-back"):
+            saver.save(2, result.state, touched=touched)
+    assert len(old) and ck.touched(2)[TABLE].tolist() == [0, 1, 2]
+    assert [save.step for save in ck.saves] == [0, 1, 2]
+
+
+def test_saves_say_what_each_step_is(tmp_path):
+    write_chain(tmp_path)
+    shutil.rmtree(tmp_path / "3")
+    (tmp_path / "1" / "embeddings" / "manifest.0.msgpack").write_bytes(b"no")
+    saves = {save.step: save for save in deltackpt.inspect.open(tmp_path).saves}
+    assert [(s.kind, s.parent, s.chain_length) for s in saves.values()] == [
+        ("base", None, 0),
+        (None, None, None),
+        ("delta", 1, None),
+        ("delta", 3, None),
+    ]
+    assert saves[0].rows == saves[0].total_rows == sum(model.ROWS.values())
+    assert saves[0].disk_bytes > saves[0].nbytes > 0 and saves[0].committed_at is not None
+    assert saves[0].problem == "" and "manifest.0" in saves[1].problem
+    assert "its parent, step 1, is missing, damaged" in saves[2].problem
+
+
+def test_opening_lists_once_and_reading_a_row_opens_files_of_its_chain_alone(tmp_path):
+    write_chain(tmp_path, 3)
+    few = opened_files(tmp_path)
+    for number in range(40):  # Steps that nobody asks for, beside the chain.
+        shutil.copytree(tmp_path / "0", tmp_path / str(1000 + number))
+    shutil.copytree(tmp_path / "0", tmp_path / "x")
+    shutil.rmtree(tmp_path / "x")
+    assert opened_files(tmp_path) == few > 0
+
+
+def opened_files(root: Path) -> int:
+    """Files that reading a row of step 2 opens, counted at Python's audit hook."""
+    program = (
+        "import sys, deltackpt.inspect as i, google_crc32c, tensorstore, msgpack, numpy\n"
+        "count = 0\n"
+        "def hook(event, arguments):\n"
+        "    global count\n"
+        "    count += event == 'open' and str(arguments[0]).startswith(sys.argv[1])\n"
+        "i.open(sys.argv[1], item='embeddings').at(2)\n"
+        "sys.addaudithook(hook)\n"
+        "i.open(sys.argv[1], item='embeddings').at(2)['tables/users'][3]\n"
+        "print(count)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, os.fspath(root)], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    return int(found.stdout)
+
+
+def test_pages_of_a_notebook_escape_names(tmp_path):
+    handlers = {"embeddings": deltackpt.Tables(select="*")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        saver.save(0, {"<b>&": np.ones((12, 30), np.float32)})
+        saver.wait()
+        saver.save(1, {"<b>&": np.zeros((12, 30), np.float32)})
+    ck = deltackpt.inspect.open(tmp_path)
+    for shown in (ck, ck.at(), ck.at()["<b>&"], ck.diff(0, 1)):
+        page = shown._repr_html_()
+        assert "<b>" not in page and page.count("<table") == page.count("</table>") > 0
+    assert "&lt;b&gt;&amp;" in ck.at()._repr_html_()
+
+
+def test_wrong_names_say_what_there_is(tmp_path):
+    write_chain(tmp_path, 2)
+    ck = deltackpt.inspect.open(tmp_path)
+    with pytest.raises(KeyError, match="tables/users"):
+        ck.at()["tables/user"]
+    with pytest.raises(errors.TemplateMismatch, match="slot.accumulator"):
+        ck.at()[TABLE].field("slot.moment")
+    with pytest.raises(errors.TemplateMismatch, match="neither step"):
+        ck.diff(0, 1, tables=["nope"])
+    with pytest.raises(errors.TemplateMismatch, match="none"):
+        ck.history("nope", 0)
+    with pytest.raises(errors.TemplateMismatch, match="from 0 on"):
+        ck.history(TABLE, -1)
+    with pytest.raises(errors.StorageError):
+        deltackpt.inspect.open(tmp_path / "nothing")
+    with pytest.raises(errors.ForeignDirectory, match="found a step; give"):
+        deltackpt.inspect.open(tmp_path / "1")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(errors.StepNotFound, match="first save"):
+        deltackpt.inspect.open(empty).at()
+    assert deltackpt.inspect.open(empty).saves == ()
+
+
+def test_pandas_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    write_chain(tmp_path, 2)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(errors.MissingExtra, match="pip install pandas"):
+        deltackpt.inspect.open(tmp_path).diff(0, 1).to_pandas()
+
+
+def test_dense_leaves_of_a_step_that_was_replaced_are_never_mixed_with_its_tables(tmp_path):
+    states = write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    step, row = ck.at(2), ck.touched(2)[TABLE][0]
+    kernel = step["dense/kernel"]
+    assert kernel[:].tobytes() == np.asarray(states[2]["dense"]["kernel"]).tobytes()
+    with manager(tmp_path) as saver:
+        result = saver.restore(1, states[1])
+        with pytest.warns(UserWarning, match="rolled-back"):
+            saver.save(2, result.state, touched=result.touched)
+    for read in (lambda: kernel[:], lambda: step["step"].value, lambda: step[TABLE][row]):
+        with pytest.raises(errors.StepGone, match="removed or replaced"):
+            read()
+
+
+def test_a_history_never_mixes_steps_of_two_runs(tmp_path):
+    states = write_chain(tmp_path)
+    ck = deltackpt.inspect.open(tmp_path)
+    real = stored.read_save
+    done = []
+
+    def racing(step_dir, item="embeddings"):
+        if step_dir.name == "3" and not done:  # 2 was read; it and 3 are replaced now.
+            done.append(True)
+            with manager(tmp_path) as saver:
+                result = saver.restore(1, states[1])
+                with pytest.warns(UserWarning, match="rolled-back"):
+                    saver.save(2, result.state, touched=result.touched)
+                saver.save(3, result.state, touched=result.touched)
+                saver.wait()
+        return real(step_dir, item)
+
+    with mock.patch.object(stored, "read_save", racing):
+        found = ck.history(TABLE, range(50))
+    assert done and found.steps.tolist() == [0, 1, 2, 3]
+    again = np.asarray(states[1]["tables"]["users"])[:50].tobytes()
+    assert [values.tobytes() for values in found.values[1:]] == [again] * 3
+
+
+def test_dense_damage_is_found_after_a_first_read_too(tmp_path):
+    write_chain(tmp_path, 1)
+    step = deltackpt.inspect.open(tmp_path).at(0)
+    before = step["dense/kernel"][:]
+    assert step["dense/kernel"][:].tobytes() == before.tobytes()
+    [data] = (path for path in tmp_path.glob("0/dense/d/*"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(errors.Damaged, match="dense/d/"):
+        step["dense/kernel"][:]
+
+
+def test_names_of_dense_leaves_do_not_read_the_data(tmp_path):
+    write_chain(tmp_path, 1)
+    for data in tmp_path.glob("0/dense/**/d/*"):
+        data.write_bytes(b"")
+    step = deltackpt.inspect.open(tmp_path).at(0)
+    assert "dense/kernel" in list(step)
+    (tmp_path / "0" / "dense" / "_METADATA").write_text("{}")
+    with pytest.raises(errors.Damaged, match="_METADATA"):
+        list(deltackpt.inspect.open(tmp_path).at(0))
+
+
+def test_dense_leaves_index_as_numpy_does_and_keep_their_own_names(tmp_path):
+    kernel = np.arange(24.0, dtype=np.float32).reshape(6, 4)
+    state = {"t": np.ones((3, 2), np.float32), "a": {"b": kernel}, "a/b": kernel + 1}
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path / "a#b %41", handlers=handlers) as saver:
+        saver.save(0, state)
+    step = deltackpt.inspect.open(tmp_path / "a#b %41").at(0)
+    found = [np.asarray(leaf).tobytes() for leaf in step.dense.values()]
+    assert sorted(found) == sorted([kernel.tobytes(), (kernel + 1).tobytes()])
+    leaf = next(leaf for leaf in step.dense.values() if leaf[0, 0] == 0.0)
+    indices = (
+        *(2, -1, slice(-2, None), slice(0, 100), slice(None, None, 2), slice(4, 1, -1)),
+        *((1, -1), (slice(1, 3), slice(2, 9)), [0, -1], (..., 2), kernel > 5, None, slice(2, 1)),
+    )
+    for index in indices:
+        assert np.array_equal(leaf[index], kernel[index]), index
+    with pytest.raises(IndexError):
+        leaf[6]
+
+
+def test_histories_over_two_kinds_of_rows_say_which_step_has_which(tmp_path):
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        for step, width in enumerate((2, 3)):
+            saver.save(step, {"t": np.ones((4, width), np.float32)})
+            saver.wait()
+    ck = deltackpt.inspect.open(tmp_path)
+    with pytest.raises(errors.TemplateMismatch, match=r"float32\[2\] from step 0 on, float32\[3\]"):
+        ck.history("t", 0)
+    assert ck.history("t", 0, steps=[1]).values.shape == (1, 1, 3)
+    assert ck.diff(0, 1).only_a == ck.diff(0, 1).only_b == ("t",)
+    assert len(ck.diff(0, 1).to_pandas()) == 0
+
+
+def test_changes_of_large_integers_and_of_nan_keep_the_other_figures(tmp_path):
+    ids = np.full((3, 1), 1 << 60, np.int64)
+    rows = np.ones((3, 1), np.float32)
+    handlers = {"embeddings": deltackpt.Tables(select="*")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        saver.save(0, {"ids": ids, "rows": rows})
+        saver.wait()
+        later = ids + np.array([[1], [-3], [0]])
+        saver.save(1, {"ids": later, "rows": np.array([[np.nan], [3.0], [2.0]], np.float32)})
+    found = deltackpt.inspect.open(tmp_path).diff(0, 1)
+    assert found["ids"].norms.tolist() == [1.0, 3.0]
+    assert found["rows"].quantiles((0.0, 0.5, 1.0)) == {0.0: 1.0, 0.5: 2.0, 1.0: np.inf}
+    with pytest.raises(errors.TemplateMismatch, match="of no table"):
+        deltackpt.inspect.open(tmp_path).diff(0, 1, field="slot.typo")
+
+
+def test_a_step_that_cannot_be_read_has_a_line_among_the_others(tmp_path):
+    write_chain(tmp_path, 3)
+    real = stored.read_save
+
+    def refusing(step_dir, item="embeddings"):
+        if step_dir.name == "1":
+            raise PermissionError(13, "Permission denied")
+        return real(step_dir, item)
+
+    with mock.patch.object(stored, "read_save", refusing):
+        saves = deltackpt.inspect.open(tmp_path).saves
+    assert [bool(save.problem) for save in saves] == [False, True, True]
+    assert "Permission denied" in saves[1].problem
+
+
+def test_an_item_that_is_not_there_is_named(tmp_path):
+    write_chain(tmp_path, 1)
+    with pytest.raises(errors.OptionError, match=r"'typo', found \['embeddings'\]"):
+        deltackpt.inspect.open(tmp_path, item="typo")

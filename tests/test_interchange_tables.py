@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports to safetensors and Parquet hold the bits of the step, and appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import ml_dtypes
+import model
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_compact import write_chain
+from test_interchange_orbax import saved_every_kind
+
+import deltackpt
+from deltackpt import inspect, interchange
+from deltackpt.errors import (
+    Damaged,
+    MissingExtra,
+    OptionError,
+    OutOfSpace,
+    StepNotFound,
+    StorageError,
+    TargetExists,
+    TemplateMismatch,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "uint8", "int4", "bool"]
+EXPORTS = [interchange.export_safetensors, interchange.export_parquet]
+
+
+def random_table(rows: int, row_shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
+    """Any bits, those of NaNs, infinities and subnormal numbers too."""
+    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+    rng = np.random.default_rng(seed)
+    if kind in ("int4", "bool"):
+        return rng.integers(0, 2, (rows, *row_shape)).astype(dtype)
+    raw = rng.integers(0, 256, (rows, *row_shape, dtype.itemsize), dtype=np.uint8)
+    return raw.view(dtype)[..., 0]
+
+
+def write_table(root: Path, table: np.ndarray, **others: np.ndarray) -> None:
+    with deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": deltackpt.Tables(select="deep/table")},
+        options=deltackpt.ManagerOptions(durability="process"),
+    ) as manager:
+        manager.save(1, {"deep": {"table": table}, **others})
+        manager.wait()
+
+
+tables = st.builds(
+    random_table,
+    st.integers(1, 40),
+    st.sampled_from([(), (1,), (5,), (2, 3)]),
+    st.sampled_from(KINDS),
+    st.integers(0, 2**32 - 1),
+)
+
+
+def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.tobytes() == expected.tobytes()
+
+
+# safetensors.
+
+
+@settings(max_examples=15)
+@given(tables)
+def test_safetensors_hold_the_bits_of_any_table(table):
+    with tempfile.TemporaryDirectory() as folder:
+        run, target = Path(folder, "run"), Path(folder, "out")
+        write_table(run, table)
+        done = interchange.export_safetensors(run, None, target)
+        found = raw_tensors(target / "model.safetensors")["deep/table"]
+        wide = table.astype(np.int8) if table.dtype.name == "int4" else table
+        assert done.changed == ({"deep/table": "int8"} if wide is not table else {})
+        same_bits(found.view(wide.dtype).reshape(wide.shape), wide)
+
+
+def raw_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Bytes of each tensor, by the library's own parser."""
+    found = safetensors.deserialize(path.read_bytes())
+    return {name: np.frombuffer(tensor["data"], np.uint8) for name, tensor in found}
+
+
+def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
+    state = saved_every_kind(tmp_path / "run")
+    done = interchange.export_safetensors(tmp_path / "run", None, tmp_path / "out")
+    assert done.left_out == ("list/1", "none", "nothing", "text")
+    assert done.changed == {"int4": "int8"}
+    # The library's numpy side reads these; bf16 and 8-bit floats it reads by other names.
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as found:
+        metadata = found.metadata()
+        same_bits(found.get_tensor("emb/a"), np.asarray(state["emb"]["a"]))
+        same_bits(found.get_tensor("list/2/deep"), np.asarray(state["list"][2]["deep"]))
+        same_bits(found.get_tensor("key"), np.asarray(jax.random.key_data(state["key"])))
+        same_bits(found.get_tensor("keys"), np.asarray(jax.random.key_data(state["keys"])))
+        same_bits(found.get_tensor("bool"), np.asarray(state["bool"]))
+        assert found.get_tensor("int") == 3 and found.get_tensor("float") == 2.5
+        assert found.get_tensor("numpy") == 0.1
+        assert found.get_slice("empty").get_shape() == [0, 3]
+        assert found.get_slice("bf16").get_dtype() == "BF16"
+    assert (metadata["step"], metadata["deltackpt"]) == ("4", deltackpt.__version__)
+    assert metadata["save_id"] == inspect.open(tmp_path / "run").at(4).save_id
+    raw = raw_tensors(tmp_path / "out" / "model.safetensors")
+    for name in ("bf16", "fp8"):
+        assert raw[name].tobytes() == np.asarray(state[name]).tobytes()
+
+
+def test_shards_are_bounded_and_their_index_says_where_each_tensor_is(tmp_path):
+    states = write_chain(tmp_path / "run")
+    done = interchange.export_safetensors(tmp_path / "run", 3, tmp_path / "out", shard_bytes=12_000)
+    shards = [name for name in done.files if name.endswith(".safetensors")]
+    count = len(shards)
+    assert count > 1 and shards[0] == f"model-00001-of-{count:05}.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    expected = {
+        **{f"tables/{name}": leaf for name, leaf in states[3]["tables"].items()},
+        **{f"slots/{name}": leaf for name, leaf in states[3]["slots"].items()},
+    }
+    assert expected.keys() <= index["weight_map"].keys()
+    found = {}
+    for name in shards:
+        shard = safetensors.numpy.load_file(tmp_path / "out" / name)
+        held = [array.nbytes for array in shard.values()]
+        assert sum(held) <= 12_000 or len(held) == 1
+        assert {place for key, place in index["weight_map"].items() if key in shard} == {name}
+        found.update(shard)
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in found.values())
+    for name, leaf in expected.items():
+        same_bits(found[name], np.asarray(leaf))
+
+
+# Parquet.
+
+
+@settings(max_examples=15)
+@given(tables, st.booleans())
+def test_parquet_holds_the_numbers_of_any_table(table, in_groups):
+    with tempfile.TemporaryDirectory() as folder:
+        run, target = Path(folder, "run"), Path(folder, "out")
+        write_table(run, table)
+        with mock.patch("deltackpt.interchange.parquet._GROUP_BYTES", 64 if in_groups else 1 << 20):
+            interchange.export_parquet(run, None, target)
+        found = pq.read_table(target / "deep%2Ftable.parquet")
+        assert found["row"].to_pylist() == list(range(len(table)))
+        described = json.loads(found.schema.metadata[b"deltackpt.columns"])["values"]
+        assert described == {"dtype": table.dtype.name, "row_shape": list(table.shape[1:])}
+        column = found["values"].combine_chunks()
+        flat = column if table.ndim == 1 else column.flatten()
+        values = flat.to_numpy(zero_copy_only=False).reshape(table.shape)
+        narrow = {"bfloat16": "float32", "float8_e4m3fn": "float32", "int4": "int8"}
+        same_bits(values, table.astype(narrow.get(table.dtype.name, table.dtype)))
+
+
+def test_parquet_has_slots_rows_and_pandas_reads_it(tmp_path):
+    import pandas
+
+    states = write_chain(tmp_path / "run")
+    done = interchange.export_parquet(
+        tmp_path / "run", 4, tmp_path / "out", tables=["tables/*s"], rows=(10, 25)
+    )
+    assert done.files == ("tables%2Fitems.parquet", "tables%2Fusers.parquet")
+    frame = pandas.read_parquet(tmp_path / "out" / "tables%2Fusers.parquet")
+    assert list(frame.columns) == ["row", "values", "slot.accumulator"]
+    assert frame["row"].tolist() == list(range(10, 25))
+    same_bits(np.stack(frame["values"]), np.asarray(states[4]["tables"]["users"])[10:25])
+    same_bits(frame["slot.accumulator"].to_numpy(), np.asarray(states[4]["slots"]["users"])[10:25])
+    interchange.export_parquet(tmp_path / "run", 4, tmp_path / "bare", slots=False)
+    found = pq.ParquetFile(tmp_path / "bare" / "tables%2Ftiny.parquet")
+    assert found.schema_arrow.names == ["row", "values"]
+    assert found.metadata.row_group(0).column(1).compression == "ZSTD"
+    metadata = found.schema_arrow.metadata
+    assert (metadata[b"deltackpt.table"], metadata[b"deltackpt.step"]) == (b"tables/tiny", b"4")
+
+
+def test_what_cannot_be_exported_to_parquet_is_named(tmp_path, monkeypatch):
+    write_chain(tmp_path / "run")
+    with pytest.raises(TemplateMismatch, match="other"):
+        interchange.export_parquet(tmp_path / "run", None, tmp_path / "out", tables=["other"])
+    with pytest.raises(TemplateMismatch, match="tables/tiny.*within \\[0, 5\\)"):
+        interchange.export_parquet(tmp_path / "run", None, tmp_path / "out", rows=(0, 100))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtra, match="interchange"):
+        interchange.export_parquet(tmp_path / "run", None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Both.
+
+
+@pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
+def test_deltas_codecs_and_parts_are_exported_as_inspect_reads_them(tmp_path, name):
+    interchange.export_safetensors(GOLDEN / name, 30, tmp_path / "tensors")
+    interchange.export_parquet(GOLDEN / name, 30, tmp_path / "parquet")
+    step = inspect.open(GOLDEN / name).at(30)
+    raw = raw_tensors(tmp_path / "tensors" / "model.safetensors")
+    for table in step.tables.values():
+        for field, path in table.leaves.items():
+            assert raw[path].tobytes() == np.asarray(table.field(field)).tobytes()
+        file = tmp_path / "parquet" / f"{table.name.replace('/', '%2F')}.parquet"
+        values = pq.read_table(file)["values"].combine_chunks().flatten().to_numpy()
+        wide = np.asarray(table).astype(values.dtype)
+        assert values.tobytes() == wide.tobytes()
+
+
+def test_a_leaf_that_safetensors_cannot_hold_is_named(tmp_path):
+    write_table(tmp_path / "run", np.ones((4, 2)), waves=np.ones(3, np.complex128))
+    with pytest.raises(OptionError, match="waves.*complex128"):
+        interchange.export_safetensors(tmp_path / "run", None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def failing(number: int):
+    """Fails to write an export's file; its directories can be made."""
+
+    def opened(path, mode="r", *arguments, **options):
+        if "w" in mode:
+            raise OSError(number, os.strerror(number))
+        return open(path, mode, *arguments, **options)
+
+    return opened
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_a_failed_export_leaves_nothing_and_touches_nothing(tmp_path, export):
+    write_chain(tmp_path / "run")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(TargetExists):
+        export(tmp_path / "run", None, tmp_path / "taken")
+    with pytest.raises(StepNotFound):
+        export(tmp_path / "run", 99, tmp_path / "out")
+    module = sys.modules[export.__module__]
+    for number, kind in ((28, OutOfSpace), (5, StorageError)):
+        with mock.patch.object(module, "open", failing(number), create=True):
+            with pytest.raises(kind, match="nothing was left behind"):
+                export(tmp_path / "run", None, tmp_path / "out")
+    data = [path for path in (tmp_path / "run" / "0" / "embeddings").rglob("c/*/*")]
+    for path in data or (tmp_path / "run" / "0" / "embeddings").rglob("c/*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged):
+        export(tmp_path / "run", None, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["run", "taken"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("export", EXPORTS)
+def test_a_disk_that_fills_up_is_out_of_space(tmp_path, export):
+    write_chain(tmp_path / "run")
+    module = sys.modules[export.__module__]
+    with mock.patch.object(module, "open", lambda *_: open("/dev/full", "wb"), create=True):
+        with pytest.raises(OutOfSpace):
+            export(tmp_path / "run", None, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_too_little_room_is_found_before_anything_is_written(tmp_path):
+    write_chain(tmp_path / "run")
+    with mock.patch("deltackpt.storage.files.free_bytes", return_value=100):
+        with pytest.raises(OutOfSpace, match="100 free"):
+            interchange.export_safetensors(tmp_path / "run", None, tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep" / "out").exists()
+
+
+# The commands.
+
+
+def command(*arguments: object, cwd: Path | None = None):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=240,
+    )
+
+
+def test_commands_export_and_say_what_they_did(tmp_path):
+    write_chain(tmp_path / "run")
+    found = command("export", "safetensors", tmp_path / "run", tmp_path / "st", "--step", 2)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("step 2: 1 file of ") and "left out: dense/none" in found.stdout
+    arguments = ("--table", "tables/users", "--no-slots", "--rows", "5:9", "--json")
+    found = command("export", "parquet", tmp_path / "run", tmp_path / "pq", *arguments)
+    assert json.loads(found.stdout)["files"] == ["tables%2Fusers.parquet"], found.stderr
+    assert pq.read_table(tmp_path / "pq" / "tables%2Fusers.parquet")["row"].to_pylist() == [
+        5,
+        6,
+        7,
+        8,
+    ]
+    found = command("export", "parquet", tmp_path / "run", tmp_path / "pq")
+    assert found.returncode == 1 and found.stderr.endswith("[target-exists]\n")
+    assert (
+        command("export", "parquet", tmp_path / "run", tmp_path / "x", "--rows", "5").returncode
+        == 2
+    )
+
+
+def test_commands_switch_a_run_over_and_back(tmp_path):
+    write_chain(tmp_path / "run")
+    found = command("export", "orbax", tmp_path / "run", tmp_path / "plain")
+    assert found.returncode == 0, found.stderr
+    folder = os.path.dirname(model.__file__)
+    program = f"import sys; sys.path.insert(0, {folder!r})\nimport model\nmake = model.initial\n"
+    (tmp_path / "my_model.py").write_text(program)
+    arguments = ("--tables", "tables/*", "--slot", "accumulator=slots/{name}")
+    for extra in ((), ("--template", "my_model:make")):
+        found = command(
+            "import", tmp_path / "plain", tmp_path / "again", *arguments, *extra, cwd=tmp_path
+        )
+        assert found.returncode == 0, found.stderr
+        assert "accumulator" in found.stdout and "step 4: " in found.stdout
+        shutil.rmtree(tmp_path / "again")
+    found = command("import", tmp_path / "plain", tmp_path / "again", *arguments, "--slot", "x")
+    assert found.returncode == 2
+    arguments = (*arguments, "--template", "no_such:thing")
+    found = command("import", tmp_path / "plain", tmp_path / "again", *arguments)
+    assert found.returncode == 1 and found.stderr.endswith("[option]\n")

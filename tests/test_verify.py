@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deltackpt verify``: damage of every file is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import google_crc32c
+import pytest
+from golden import make_golden
+from test_compact import fold, manager, write_chain
+
+from deltackpt import audit, integrity, layout, manifest, reader, stored
+from deltackpt.audit import RootReport, verify_root
+from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
+from deltackpt.root import Root
+
+GOLDEN = Path(make_golden.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[str, Path]:
+    """Directories with all that can stand in one, by their names."""
+    place = tmp_path_factory.mktemp("written")
+    found = {name: place / name for name in ("lossless", "lossy", "parts")}
+    write_chain(found["lossless"], 3, codec="lossless", slot_codec="lossless")
+    fold(found["lossless"], 1, workers=2)
+    write_chain(found["lossy"], 3, codec="adaptive4", always=("accumulator",))
+    for step in make_golden.STEPS[:2]:
+        shutil.copytree(GOLDEN / "parts-v1" / str(step), found["parts"] / str(step))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nobody_at_work(monkeypatch):
+    """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
+    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(audit, "_CHECKS", 1)
+
+
+def saved_files(root: Path) -> list[Path]:
+    """Every file of every save."""
+    return sorted(
+        path
+        for path in root.rglob("*")
+        if path.is_file() and path.parent != root and path.name != layout.COMPACTION_LOCK
+    )
+
+
+def restores(root: Path, step: int) -> bool:
+    """Whether a restore of a step succeeds, as far as it is ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            Root.open(root, read_only=True).check_step_files(root / str(step))
+            reader.restore_tables(stored.read_chain(root / str(step)))
+        except RestoreError:
+            return False
+    return True
+
+
+def chunk(step_dir: Path) -> Path:
+    """A chunk of values of a save."""
+    return next(p for p in sorted(step_dir.rglob("values/c/**/*")) if p.is_file())
+
+
+def flip(path: Path, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    if data:
+        data[len(data) // 2] ^= 0x04
+    else:
+        data += b"\0"
+    path.write_bytes(data)
+
+
+def truncate(path: Path, other: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def remove(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def swap(path: Path, other: Path) -> None:
+    mine, others = path.read_bytes(), other.read_bytes()
+    path.write_bytes(others)
+    other.write_bytes(mine)
+
+
+def duplicate(path: Path, other: Path) -> None:
+    shutil.copy(path, path.with_name(f"{path.name}.1"))
+
+
+DAMAGES = (flip, truncate, remove, swap, duplicate)
+
+
+def other_of(path: Path, found: list[Path]) -> Path:
+    """A file of the same name with other contents, or at least one with other contents."""
+    others = [one for one in found if one.read_bytes() != path.read_bytes()]
+    alike = [one for one in others if one.name == path.name]
+    return (alike or others)[0]
+
+
+def named(report: RootReport, path: Path, root: Path) -> bool:
+    name = path.relative_to(root).as_posix()
+    return any(name in str(problem) for problem in report.problems)
+
+
+def step_of(path: Path, root: Path) -> int:
+    """The step whose save, or compacted base, a file is of."""
+    return next(int(part) for part in path.relative_to(root).parts if part.isdecimal())
+
+
+@contextlib.contextmanager
+def damaged(path: Path, other: Path, how: Callable[[Path, Path], None]) -> Iterator[None]:
+    """Damages a file, and puts all back."""
+    before = {one: one.read_bytes() for one in (path, other)}
+    how(path, other)
+    yield
+    for one, data in before.items():
+        one.write_bytes(data)
+    path.with_name(f"{path.name}.1").unlink(missing_ok=True)
+
+
+def one_of_each(found: list[Path], root: Path) -> list[Path]:
+    """One file of each kind, in a step and in a compacted base."""
+    return list(
+        {
+            (path.relative_to(root).parts[0] == layout.COMPACTED, path.suffix, path.parts[-2]): path
+            for path in found
+        }.values()
+    )
+
+
+@pytest.mark.parametrize("how", DAMAGES, ids=lambda how: how.__name__)
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("lossless", False),
+        *(
+            pytest.param(name, True, marks=[pytest.mark.long, pytest.mark.timeout(900)])
+            for name in ("lossless", "lossy", "parts")
+        ),
+    ],
+)
+def test_damage_of_every_file_is_found_and_named(name, every, how, written, tmp_path):
+    root = tmp_path / name
+    shutil.copytree(written[name], root)
+    assert verify_root(root).intact
+    found = saved_files(root)
+    for path in found if every else one_of_each(found, root):
+        if how is not truncate or path.stat().st_size:
+            with damaged(path, other_of(path, found), how):
+                report = verify_root(root, steps=[step_of(path, root)])
+                assert not report.intact, path
+                assert named(report, path, root), (path, report.problems)
+    assert verify_root(root).intact
+
+
+@pytest.mark.parametrize("how", [flip, remove, duplicate], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("name", ["lossless", "parts"])
+def test_a_step_is_called_restorable_exactly_where_it_restores(name, how, written, tmp_path):
+    root = tmp_path / name
+    shutil.copytree(written[name], root)
+    found = saved_files(root)
+    for path in one_of_each(found, root):
+        with damaged(path, path, how):
+            for verdict in verify_root(root).steps:
+                assert verdict.restorable == restores(root, verdict.step), (path, verdict)
+
+
+def flipped_bits(data: bytes) -> Iterator[bytes]:
+    """Every bit of the head of a record, and some of its body."""
+    for position in [*range(min(96, len(data))), *range(96, len(data), 37)]:
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            yield bytes(flipped)
+
+
+@pytest.mark.parametrize(
+    "place", ["compacted/1/embeddings/manifest.0.msgpack", "2/digests.step.msgpack"]
+)
+def test_every_bit_of_a_record_that_nothing_else_covers_counts(place, written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossless"], root)
+    path = root / place
+    step_dir = root / place.removesuffix("/digests.step.msgpack").partition("/embeddings")[0]
+    for number, data in enumerate(flipped_bits(path.read_bytes())):
+        path.write_bytes(data)
+        assert integrity.inventory(step_dir).damage, number
+
+
+def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
+    """Rewrites a manifest and all that covers it: an intact record that says something wrong."""
+    record = manifest.from_bytes(path.read_bytes(), name=path.name)
+    path.write_bytes(manifest.to_bytes(change(record)))
+    step_dir = path.parent.parent
+    digests = integrity.read_digests(step_dir / layout.STEP_DIGESTS)
+    name = path.relative_to(step_dir).as_posix()
+    digests.files[name] = integrity.digest_file(path)[:3]
+    integrity.write_digests(step_dir / layout.STEP_DIGESTS, digests, fsync=False)
+
+
+def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]:
+    def change(record: manifest.Manifest) -> manifest.Manifest:
+        first, *others = record.segments
+        return dataclasses.replace(
+            record, segments=(dataclasses.replace(first, **changes), *others)
+        )
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "expected"),
+    [
+        (0, lambda r: dataclasses.replace(r, segments=r.segments[1:]), "expected all"),
+        (
+            0,
+            lambda r: dataclasses.replace(r, segments=(*r.segments, r.segments[0])),
+            "expected each row in one segment",
+        ),
+        (0, first_segment(ranges=((0, 3),)), "found ranges of 3"),
+        (0, first_segment(ranges=((0, 10**9),)), "expected ascending ranges"),
+        (0, first_segment(columns=(0, 99)), "expected columns within"),
+        (1, first_segment(arrays=()), "expected an array"),
+        (1, first_segment(count=1), "expected shape (1,"),
+    ],
+    ids=["fewer", "twice", "count", "beyond", "columns", "arrays", "shape"],
+)
+def test_intact_records_that_cannot_be_right_are_damage(step, change, expected, written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    change_records(root / str(step) / "embeddings" / layout.manifest_name(0), change)
+    report = verify_root(root)
+    assert any(expected in str(problem) for problem in report.problems), report.problems
+    broken = [verdict.step for verdict in report.steps if not verdict.restorable]
+    assert broken == list(range(step, 3))
+
+
+def test_gaps_of_other_rows_are_found_though_every_checksum_fits(written, tmp_path):
+    """A writer that went wrong: rows past the end of their table."""
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    with mock.patch.object(reader.gaps, "decode_gaps", side_effect=beyond(reader.gaps.decode_gaps)):
+        report = verify_root(root)
+    assert any("ascending rows" in str(problem) for problem in report.problems)
+
+
+def beyond(real):
+    def decode(gaps, *, total_rows, name, after=None):
+        return real(gaps, total_rows=1, name=name, after=after)
+
+    return decode
+
+
+def test_a_chunk_of_zeros_with_its_own_checksum_is_found(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["parts"], root)
+    victim = sorted(root.glob("10/embeddings/part.1/*/values/c/0/0"))[0]
+    body = bytes(victim.stat().st_size - 4)
+    victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
+    report = verify_root(root)
+    assert named(report, victim, root)
+    assert [verdict.broken_by for verdict in report.steps] == [("10",), ("10",)]
+
+
+# Chains.
+
+
+def test_a_removed_parent_is_named_with_the_steps_that_lose_their_chain(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    shutil.rmtree(root / "1")
+    first, last = verify_root(root).steps
+    assert (first.step, first.restorable) == (0, True)
+    assert not last.restorable and "parent 1 (save id" in last.broken_by[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda root: os.rename(root / "2", root / "5"), "renamed or copied by hand"),
+        (lambda root: shutil.copytree(root / "1", root / "7"), "renamed or copied by hand"),
+    ],
+    ids=["renamed", "copied"],
+)
+def test_steps_moved_by_hand_are_found(make, expected, written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    make(root)
+    report = verify_root(root)
+    assert not report.intact
+    assert expected in report.steps[-1].broken_by[0]
+
+
+def test_a_step_of_another_run_in_place_of_a_parent_is_found(written, tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    shutil.copytree(written["lossy"], root)
+    write_chain(other, 2)
+    shutil.rmtree(root / "1")
+    shutil.copytree(other / "1", root / "1")
+    assert [step.restorable for step in verify_root(root).steps] == [True, False, False]
+
+
+def test_a_damaged_compacted_base_hurts_only_what_has_no_other_chain(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossless"], root)
+    flip(chunk(root / "compacted" / "1"), root)
+    report = verify_root(root)
+    assert not report.intact and all(step.restorable for step in report.steps)
+    assert report.steps[2].chain == ("0", "1", "2")
+    shutil.rmtree(root / "0")
+    report = verify_root(root)
+    assert [step.restorable for step in report.steps] == [False, False]
+    assert "parent 0 (save id" in report.steps[-1].broken_by[0]
+
+
+def test_a_compacted_base_stands_for_a_removed_chain(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossless"], root)
+    for step in ("0", "1"):
+        shutil.rmtree(root / step)
+    report = verify_root(root)
+    assert report.intact and report.steps[-1].chain == ("compacted/1", "2")
+
+
+# What is no damage.
+
+
+def test_leftovers_are_notes_and_a_claim_that_was_not_signed_is_none(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossless"], root)
+    (root / "9.orbax-checkpoint-tmp").mkdir()
+    (root / "deleted" / "abc" / "1").mkdir(parents=True)
+    (root / "compacted" / layout.compaction_name("3")).mkdir()
+    (root / "notes.txt").write_text("somebody's")
+    (root / layout.lease_name(99)).touch()
+    report = verify_root(root)
+    assert report.intact
+    text = "\n".join(report.notes)
+    for part in ("9.orbax", "deleted/", "compaction that was cut", "notes.txt"):
+        assert part in text
+
+
+def test_an_altered_lease_is_damage_that_stops_no_restore(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    (lease,) = root.glob("lease.*")
+    for data in itertools.islice(flipped_bits(lease.read_bytes()), 0, None, 101):
+        lease.write_bytes(data)
+        report = verify_root(root)
+        assert [problem.object_name for problem in report.problems] == [lease.name]
+        assert all(step.restorable for step in report.steps)
+
+
+def test_steps_that_are_removed_or_saved_meanwhile_are_no_damage(tmp_path, monkeypatch):
+    """Retention takes the oldest chain while its files are read; a newer one is committed."""
+    write_chain(tmp_path, 3)
+    real = integrity.check_files
+    gone = iter([True])
+
+    def checked(directory: Path, *args, **kwargs):
+        if directory.name == "1" and next(gone, False):
+            trash = tmp_path / layout.TRASH / "x"
+            trash.mkdir(parents=True)
+            for step in ("2", "1", "0"):
+                os.rename(tmp_path / step, trash / step)
+        return real(directory, *args, **kwargs)
+
+    monkeypatch.setattr(integrity, "check_files", checked)
+    report = verify_root(tmp_path)
+    assert report.problems == () and report.steps == ()
+    assert "1: removed while it was verified" in report.notes
+
+
+def test_a_chain_that_compaction_and_retention_replaced_meanwhile_is_whole(tmp_path, monkeypatch):
+    write_chain(tmp_path, 3)
+    real = integrity.check_files
+    first = iter([True])
+
+    def checked(directory: Path, *args, **kwargs):
+        if next(first, False):
+            fold(tmp_path, 1)
+            for step in ("0", "1"):
+                shutil.rmtree(tmp_path / step)
+        return real(directory, *args, **kwargs)
+
+    monkeypatch.setattr(integrity, "check_files", checked)
+    report = verify_root(tmp_path)
+    assert report.intact
+    assert [(step.step, step.chain) for step in report.steps] == [(2, ("compacted/1", "2"))]
+
+
+def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):
+    import model
+
+    import deltackpt
+
+    state = model.initial()
+    touched = model.new_touched(state)
+    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=2)}
+    with manager(tmp_path, **options) as trainer:
+        for step in range(8):
+            trainer.save(step, state, touched=touched)
+            if step == 0:
+                trainer.wait()  # Where no step ever was there is nothing to verify.
+            state, touched = model.train(state, touched, step)
+            assert verify_root(tmp_path).problems == ()
+    assert verify_root(tmp_path).intact
+
+
+def test_a_base_that_retention_is_removing_is_no_damage(tmp_path, monkeypatch):
+    """Its item is in the trash already, its folder still stands."""
+    write_chain(tmp_path, 2)
+    fold(tmp_path, 1)
+    real = integrity.inventory
+
+    def inventory(folder: Path, item: str, **kwargs):
+        if folder.parent.name == layout.COMPACTED and (folder / item).exists():
+            (tmp_path / layout.TRASH / "x").mkdir(parents=True)
+            os.rename(folder / item, tmp_path / layout.TRASH / "x" / "1")
+        return real(folder, item, **kwargs)
+
+    monkeypatch.setattr(integrity, "inventory", inventory)
+    report = verify_root(tmp_path)
+    assert report.intact and "compacted/1: removed while it was verified" in report.notes
+
+
+def test_a_chosen_step_that_is_removed_meanwhile_is_gone_and_not_intact(tmp_path, monkeypatch):
+    write_chain(tmp_path, 2)
+    real = integrity.inventory
+
+    def inventory(folder: Path, *args, **kwargs):
+        if folder.name == "1":
+            shutil.rmtree(folder)
+        return real(folder, *args, **kwargs)
+
+    monkeypatch.setattr(integrity, "inventory", inventory)
+    with pytest.raises(StepGone, match=r"\[1\]"):
+        verify_root(tmp_path, steps=[1])
+
+
+@pytest.mark.parametrize("steps", [None, [1]])
+def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    path = root / "1" / "embeddings" / layout.manifest_name(0)
+    path.unlink()
+    path.symlink_to(path.name)
+    report = verify_root(root, steps=steps)
+    assert named(report, path, root)
+    assert not report.steps[-1].restorable
+
+
+# Choosing steps, and what is refused.
+
+
+def test_a_wrong_path_never_verifies_as_intact(written, tmp_path):
+    with pytest.raises(StepNotFound, match="found none"):
+        verify_root(tmp_path)
+    shutil.copytree(written["lossless"] / "compacted", tmp_path / "compacted")
+    assert verify_root(tmp_path).intact
+
+
+def test_chosen_steps_are_verified_with_what_they_need_alone(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    flip(chunk(root / "2"), root)
+    report = verify_root(root, steps=[1])
+    assert report.intact and [save.name for save in report.saves] == ["0", "1"]
+    assert not verify_root(root, steps=[2]).intact
+    with pytest.raises(StepNotFound, match=r"\[99\]"):
+        verify_root(root, steps=[1, 99])
+
+
+def test_a_directory_that_is_none_of_ours_is_refused(tmp_path):
+    with pytest.raises(StorageError):
+        verify_root(tmp_path / "none")
+    (tmp_path / "notes.txt").write_text("somebody's")
+    with pytest.raises(ForeignDirectory):
+        verify_root(tmp_path)
+
+
+def test_an_unreadable_file_is_damage_by_name(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    victim = next(root.glob("1/dense/d/*"))
+    real = integrity.digest_file
+
+    def refused(path: Path, **kwargs):
+        if path == victim:
+            raise StorageError(f"{path}: no") from OSError(5, "Input/output error")
+        return real(path, **kwargs)
+
+    with mock.patch.object(integrity, "digest_file", refused):
+        report = verify_root(root)
+    assert named(report, victim, root)
+    assert [step.restorable for step in report.steps] == [True, False, True]
+
+
+def test_every_byte_is_counted_and_told(written):
+    told: list[tuple[int, int]] = []
+    root = written["lossless"]
+    report = verify_root(root, progress=lambda done, total: told.append((done, total)))
+    nbytes = sum(path.stat().st_size for path in saved_files(root))
+    assert report.bytes_read == nbytes == told[-1][0] == told[-1][1]
+    assert report.file_count == len(saved_files(root))
+
+
+# The command.
+
+
+def run(*arguments: object, program: str = ""):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{program}\nfrom deltackpt import cli; cli.main()"]
+        + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+    )
+
+
+#: Makes some packages impossible to import.
+WITHOUT = (
+    "import sys\n"
+    "for name in ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'ray'): sys.modules[name] = None"
+)
+
+
+def test_the_command_needs_neither_jax_nor_orbax_and_exits_0_where_all_is_well(written):
+    found = run("verify", written["lossless"], program=WITHOUT)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "3 of 3 steps can be restored, 0 damaged objects" in found.stdout
+    assert "compacted/1 + 1 delta" in found.stdout
+
+
+def test_the_command_names_damage_and_exits_1(written, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(written["lossy"], root)
+    victim = chunk(root / "1")
+    flip(victim, root)
+    found = run("verify", root)
+    assert found.returncode == 1 and found.stderr == ""
+    assert f"damaged: {victim.relative_to(root).as_posix()}: expected" in found.stdout
+    assert "1 of 3 steps can be restored, 1 damaged object;" in found.stdout
+    told = json.loads(run("verify", root, "--json").stdout)
+    assert told["intact"] is False
+    assert [step["restorable"] for step in told["steps"]] == [True, False, False]
+    assert len(told["problems"]) == 1
+    assert run("verify", root, "--step", 0).returncode == 0
+    assert run("verify", tmp_path / "none").returncode == 1
+    assert run("verify").returncode == 2

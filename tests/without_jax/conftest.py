@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories that ``make_runs.py`` wrote: made here where jax is, given where it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--runs", help="what make_runs.py wrote, for an environment without jax")
+
+
+@pytest.fixture(scope="session")
+def runs(request, tmp_path_factory) -> Path:
+    """A folder of each directory."""
+    given = request.config.getoption("--runs", default=None)
+    if given:
+        return Path(given)
+    made = tmp_path_factory.mktemp("runs")
+    program = Path(__file__).with_name("make_runs.py")
+    subprocess.run([sys.executable, program, made], check=True, capture_output=True)
+    return made

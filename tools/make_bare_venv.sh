@@ -1,0 +1,18 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Makes a virtual environment with what reading needs, and with neither jax nor Orbax.
+# usage: make_bare_venv.sh PYTHON VENV
+set -eu
+
+python=$1
+venv=$2
+
+rm -rf "$venv"
+"$python" -m venv "$venv"
+pip="$venv/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt"
+$pip hatchling editables
+$pip --no-build-isolation --no-deps -e .
+# The first two lines are what a user needs: docs/guide/inspecting.md names them.
+$pip numpy tensorstore ml-dtypes msgpack google-crc32c rich click \
+    matplotlib pandas safetensors pyarrow \
+    pytest pytest-timeout hypothesis
