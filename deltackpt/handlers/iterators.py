@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The position of a data iterator as one more item of a step.
+
+Each process has an iterator of its own and keeps its position in a file of its own, named and
+written as grain's ``CheckpointHandler`` does, so that each reads what the other wrote. Grain's
+handler works in the call of ``save()``, which then waits until the step's directories are made;
+and its restore moves the iterator before the rest of the step is known to be whole. Here the
+position is bytes, taken before the save and given back after the restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from deltackpt import layout, processes
+from deltackpt.errors import OptionError, TemplateMismatch
+from deltackpt.handlers.orbax_private import (
+    AsyncCheckpointHandler,
+    CommitFutureAwaitingContractedSignals,
+)
+from deltackpt.storage import files
+
+
+@runtime_checkable
+class DataIterator(Protocol):
+    """What an iterator over batches must have for its position to be saved; grain's have it."""
+
+    def get_state(self) -> Any:
+        """The position behind the last batch that was handed out: bytes, or a JSON value."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position: the next batch is the one that followed it."""
+        ...
+
+
+def position_of(iterator: DataIterator) -> bytes:
+    """The position of an iterator now, as it is stored.
+
+    Raises:
+      OptionError: its state is neither bytes nor a JSON value.
+    """
+    state = iterator.get_state()
+    if isinstance(state, bytes):
+        return state
+    problem: object = "it comes back from JSON as another value"
+    try:
+        position = json.dumps(state, indent=4)
+        if json.loads(position) == state:
+            return position.encode()
+    except TypeError as error:
+        problem = error
+    raise OptionError(
+        f"{type(iterator).__name__}.get_state(): expected bytes or a JSON value, found that "
+        f"{problem}; wrap the iterator in one that turns its state into bytes"
+    )
+
+
+def move_to(iterator: DataIterator, position: bytes) -> None:
+    """Moves an iterator to a stored position.
+
+    Raises:
+      TemplateMismatch: the iterator refuses it.
+    """
+    try:
+        as_bytes = isinstance(iterator.get_state(), bytes)
+        iterator.set_state(position if as_bytes else json.loads(position))
+    except (ValueError, TypeError, LookupError) as error:
+        raise TemplateMismatch(
+            f"{type(iterator).__name__}: expected it to go on from the position of the step, found "
+            f"that it refuses it: {error}; make the same pipeline as the run that was saved"
+        ) from error
+
+
+class IteratorHandler(AsyncCheckpointHandler):
+    """Saves and restores positions of data iterators under Orbax v0. Stateless."""
+
+    async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[Any]:
+        """The future writes the position."""
+        path = Path(directory, layout.position_name(processes.index(), processes.count()))
+
+        async def write() -> None:
+            with files.typed_errors(path, "write"):
+                await asyncio.to_thread(path.write_bytes, args.position)
+
+        return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-iterator")]
+
+    def save(self, directory: epath.Path, args: IteratorSave) -> None:
+        """Saves and waits."""
+        for future in asyncio.run(self.async_save(directory, args)):
+            future.result()
+
+    def restore(self, directory: epath.Path, args: IteratorRestore | None = None) -> bytes:
+        """Reads the position of this process.
+
+        Raises:
+          TemplateMismatch: the step was saved by another number of processes.
+        """
+        folder, count = Path(directory), processes.count()
+        path = folder / layout.position_name(processes.index(), count)
+        if not path.exists():
+            found = sorted(file.name for file in folder.iterdir())
+            raise TemplateMismatch(
+                f"{files.object_name(path)}: expected the position of the data iterator of one of "
+                f"{count} processes, found those of others: {', '.join(found) or 'none'}; resume "
+                "with the number of processes that saved, or leave the data out of the restore "
+                "and place the iterators yourself"
+            )
+        return files.read_bytes(path)
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Nothing is left to do: the file was complete when its future ended."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@ocp.args.register_with_handler(IteratorHandler, for_save=True)
+@dataclasses.dataclass
+class IteratorSave(ocp.args.CheckpointArgs):
+    """Save arguments: a position, as by ``position_of``."""
+
+    position: bytes
+
+
+@ocp.args.register_with_handler(IteratorHandler, for_restore=True)
+@dataclasses.dataclass
+class IteratorRestore(ocp.args.CheckpointArgs):
+    """Restore arguments; the result is a position, for ``move_to``."""

@@ -1,0 +1,876 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5X's checkpoints through deltackpt: a drop-in for its ``checkpoint_manager_cls``.
+
+With T5X's own launcher a run needs a few lines of gin, and no change of its code::
+
+    from deltackpt.integrations import t5x as deltackpt_t5x
+
+    utils.SaveCheckpointConfig.checkpoint_manager_cls = @deltackpt_t5x.checkpoint_manager()
+    utils.RestoreCheckpointConfig.checkpoint_manager_cls = @deltackpt_t5x.checkpoint_manager()
+
+The training step needs no line either: the rows that changed are found at each save. Files and
+names are described in ``t5x_layout``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from flax import traverse_util
+from jax.experimental import multihost_utils
+
+from deltackpt import inspect, integrity, layout, processes
+from deltackpt.errors import (
+    FencedError,
+    MissingExtra,
+    NoIntactStep,
+    OptionError,
+    RestoreError,
+    SaveFailed,
+    StepGone,
+    TemplateMismatch,
+)
+from deltackpt.globs import listed
+from deltackpt.groups import CodecOption
+from deltackpt.handlers.retention import PreservationPolicy
+from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
+from deltackpt.manager import CheckpointManager
+from deltackpt.options import ManagerOptions
+from deltackpt.outcomes import Saved
+
+try:
+    from t5x import checkpoints, state_utils, utils  # pyright: ignore
+except ImportError as error:
+    raise MissingExtra(
+        "deltackpt.integrations.t5x: expected the package t5x, found that it cannot be imported "
+        f"({error}); T5X is on no package index: install it from "
+        "https://github.com/google-research/t5x"
+    ) from error
+
+_policies = ocp.checkpoint_managers
+
+#: T5X's name of the item that holds the position of the data.
+_DATASET = "dataset"
+
+Wait = Literal["deferred", "each"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What ``checkpoint_manager`` was told; compared, since T5X compares what it returned."""
+
+    tables: tuple[str, ...]
+    codec: CodecOption
+    slot_codec: CodecOption
+    options: ManagerOptions
+    wait: Wait
+
+    def __post_init__(self) -> None:
+        if self.wait not in ("deferred", "each"):
+            raise OptionError(
+                f"wait: expected 'deferred' or 'each', found {self.wait!r}; 'deferred' lets "
+                "training go on while a checkpoint is written"
+            )
+        if self.options.read_only:
+            raise OptionError(
+                "options: expected options of a trainer, found read_only=True; leave it out, a "
+                "job that only reads takes no lease anyway"
+            )
+        if self.options.when_busy != "wait":
+            raise OptionError(
+                f"options.when_busy: expected 'wait', found {self.options.when_busy!r}; leave it "
+                "out: T5X would go on without its emergency and its last save, and never asks for "
+                "one that is due"
+            )
+
+
+def checkpoint_manager(
+    *,
+    tables: str | Sequence[str] = ("target/**/embedding",),
+    codec: CodecOption = "raw",
+    slot_codec: CodecOption = "raw",
+    options: ManagerOptions | None = None,
+    wait: Wait = "deferred",
+) -> Callable[..., DeltaCheckpointManager]:
+    """Returns what T5X calls to make its checkpoint manager, and makes T5X resume with it.
+
+    The same settings give the same object, because T5X compares the one that saves with the one
+    that restores by ``is``. T5X's ``train()`` builds the configuration that it resumes with by
+    itself, without asking for a class: see ``resume_with``, which this calls.
+
+    Args:
+      tables: path patterns of the tables in T5X's state dict; ``target/`` are the parameters. The
+        default finds the token embeddings of T5X's models, and not their ``rel_embedding``.
+      codec: how the tables' rows are stored: the name of a codec, or what ``Tables`` takes.
+      slot_codec: how their slots' rows are stored.
+      options: how to save; ``tracking`` is set here, ``retention`` comes from T5X's ``keep``.
+      wait: what T5X's wait after each save does: ``"deferred"``: it lets training go on;
+        ``"each"``: it waits, as with T5X's own manager. See
+        ``DeltaCheckpointManager.wait_until_finished``.
+
+    Raises:
+      OptionError: a setting has a value that cannot work.
+    """
+    settings = _Settings(
+        tables=(tables,) if isinstance(tables, str) else tuple(tables),
+        codec=codec,
+        slot_codec=slot_codec,
+        options=dataclasses.replace(options or ManagerOptions(), tracking="fingerprints"),
+        wait=wait,
+    )
+    found = next((made for made in _made if made.keywords["settings"] == settings), None)
+    if found is None:
+        found = functools.partial(DeltaCheckpointManager, settings=settings)
+        _made.append(found)
+    resume_with(found)
+    return found
+
+
+#: What ``checkpoint_manager`` has returned, each for settings of its own.
+_made: list[functools.partial[DeltaCheckpointManager]] = []
+#: Attribute of our constructor that holds its defaults. A decorator that copies the attributes of
+#: what it wraps, as gin's do, shares them.
+_DEFAULTS = "_deltackpt_defaults"
+
+
+def resume_with(manager_cls: Callable[..., Any]) -> None:
+    """Makes a class the default of T5X's ``RestoreCheckpointConfig`` in this process.
+
+    ``t5x.train.train`` builds the configuration that it resumes with itself, with T5X's own class
+    and no way to name another, and T5X then refuses to resume with a class that is not the one
+    that saves. A configuration that names its class keeps it. May be called again; other
+    decorators of its constructor stay, below and above.
+
+    Args:
+      manager_cls: what T5X calls to make a manager.
+    """
+    config = utils.RestoreCheckpointConfig
+    defaults = getattr(config.__init__, _DEFAULTS, None)
+    if defaults is None:
+        defaults = _with_defaults(config)
+    defaults["checkpoint_manager_cls"] = manager_cls
+
+
+def _with_defaults(config: Any) -> dict[str, Any]:
+    """Wraps the constructor of a class, which then takes defaults from what is returned."""
+    defaults: dict[str, Any] = {}
+    original = config.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**defaults, **kwargs})
+
+    setattr(init, _DEFAULTS, defaults)
+    config.__init__ = init
+    return defaults
+
+
+class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
+    """T5X's manager of checkpoints, over a ``deltackpt.CheckpointManager``.
+
+    Made by T5X, through what ``checkpoint_manager`` returns. A training job takes the lease of
+    ``<model_dir>/deltackpt`` at once. A job that only reads, which has no save configuration, takes
+    none and writes nothing, so that the trainer beside it goes on.
+
+    Saved is T5X's own state dict with its names, after the state transformations of its save
+    configuration; ``target`` is cast to the configuration's ``dtype``.
+
+    Checkpoints that T5X itself wrote stay what they are, and are restored by T5X's code: a run can
+    go on from one with deltackpt, and its first save is a base.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        train_state: Any,
+        partitioner: Any,
+        dataset_iterator: Any = None,
+        save_dtype: Any = None,
+        restore_dtype: Any = None,
+        keep: int | None = None,
+        period: int | None = None,
+        checkpoint_steps: Sequence[int] | None = None,
+        keep_dataset_checkpoints: int | None = None,
+        force_keep_period: int | None = None,
+        metric_name_to_monitor: str | None = None,
+        metric_mode: Literal["max", "min"] = "max",
+        keep_checkpoints_without_metrics: bool = True,
+        *,
+        settings: _Settings,
+    ):
+        """Takes T5X's arguments; T5X's own constructor is not called, which would open Orbax.
+
+        Args:
+          directory: T5X's model directory, or one of its checkpoints to read.
+          train_state: T5X's train state with abstract leaves.
+          partitioner: T5X's partitioner.
+          dataset_iterator: position of the data, saved and restored with the state.
+          save_dtype: dtype of ``target`` in the checkpoints; None for that of the state.
+          restore_dtype: dtype of the restored ``target``; None for that of the checkpoint.
+          keep: how many newest steps stay, or best ones with ``metric_name_to_monitor``.
+          period: steps between two saves; only ``should_save`` asks for it. A job without it and
+            without a ``save_dtype`` only reads.
+          checkpoint_steps: not used, T5X's loop sees to them.
+          keep_dataset_checkpoints: not used, each position of the data stays with its step.
+          force_keep_period: steps that it divides stay as well.
+          metric_name_to_monitor: ``<folder>/<tag>`` of a TensorBoard summary below the model
+            directory; the best steps stay, not the newest.
+          metric_mode: whether the greatest or the least is the best.
+          keep_checkpoints_without_metrics: steps without a value stay as well.
+          settings: of ``checkpoint_manager``.
+
+        Raises:
+          UnsupportedRoot: the directory is not in a file system.
+          OptionError: both T5X and ``options.retention`` say which steps stay; or there are steps
+            of ours that T5X did not see.
+        """
+        self._train_state = train_state
+        self._partitioner = partitioner
+        self._dataset_iterator = dataset_iterator
+        self._save_dtype = save_dtype
+        self._restore_dtype = restore_dtype
+        self._period = period
+        self._settings = settings
+        self._directory = os.fspath(directory)
+        self._links = StepLinks(model_dir_of(directory))
+        self._newest_link = _agreed(max(self._links.steps(), default=None))
+        retention = _retention(
+            self._links.model_dir,
+            keep,
+            force_keep_period,
+            metric_name_to_monitor,
+            metric_mode,
+            keep_checkpoints_without_metrics,
+        )
+        if retention is None:
+            retention = settings.options.retention
+        elif settings.options.retention is not None:
+            raise OptionError(
+                "options.retention: expected none beside keep, force_keep_period or "
+                "metric_name_to_monitor of T5X's save configuration, found both; give one of them"
+            )
+        self._options = dataclasses.replace(settings.options, retention=retention)
+        data_layout = partitioner.get_data_layout()
+        self._handlers: dict[str, Any] = {}
+        if dataset_iterator is not None:
+            # The name and the condition of T5X's own manager.
+            self._handlers[_DATASET] = checkpoints.DatasetCheckpointHandler(
+                f"train_ds-{data_layout.shard_id:03}-of-{data_layout.num_shards:03}",
+                data_layout.is_first_host_in_replica_set,
+            )
+        #: The step that the state of this run has in this directory.
+        self._at: int | None = None
+        self._writer: CheckpointManager | None = None
+        if save_dtype is not None or period is not None:
+            self._writer = self._open_writer()
+
+    @property
+    def directory(self) -> epath.Path:
+        """T5X's model directory."""
+        return epath.Path(self._links.model_dir)
+
+    def all_steps(self) -> Sequence[int]:
+        """Steps of the model directory, ascending: committed ones of ours, and T5X's own."""
+        return sorted({*self._committed(), *self._links.others()})
+
+    def latest_step(self) -> int | None:
+        """The newest of ``all_steps``; None where there is none."""
+        return max(self.all_steps(), default=None)
+
+    def should_save(self, step: int) -> bool:
+        """Whether the period of the save configuration asks for a save."""
+        return step != self._at and step % (self._period or 1) == 0
+
+    def save(
+        self,
+        train_state: Any,
+        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        force: bool = True,
+    ) -> bool:
+        """Saves a train state; returns as soon as training may go on.
+
+        The very first save is waited for: until it is committed nothing may have a name that T5X
+        would resume from. Every later one has its name first, so that T5X finds it wherever the
+        process is killed. While an exception is handled, as by T5X before a preemption, the failure
+        of an earlier save is no error: this one is waited for, and a warning tells of the other.
+
+        Args:
+          train_state: T5X's train state.
+          state_transformation_fns: of T5X's save configuration; the tables keep their paths.
+          force: whether ``should_save`` is not asked.
+
+        Returns:
+          Whether it was taken; False for the step that is committed or restored already, as when
+          T5X stops early just after a save: that save is waited for, and taken anew if it failed.
+
+        Raises:
+          SaveFailed: an earlier save failed in the background; this one was taken.
+          FencedError: another trainer has taken over the model directory.
+        """
+        step = int(np.asarray(checkpoints.get_local_data(train_state.step)))
+        if not force and not self.should_save(step):
+            return False
+        if step == self._at and self._is_committed():
+            return False
+        if self._writer is None:
+            self._writer = self._open_writer()
+        state = self._saved_form(train_state, state_transformation_fns)
+        first = not self._links.steps()
+        if not first and self._keeps_names(self._writer):
+            self._links.add(step)
+        failure: SaveFailed | None = None
+        try:
+            self._writer.save(step, state, items=self._items())
+        except SaveFailed as error:
+            if not isinstance(error.taken, Saved):
+                self._at = None
+                raise
+            failure = error
+        if first:
+            self._wait(self._writer)
+        self._at = self._newest_link = step
+        if self._keeps_names(self._writer):
+            self._links.match([*self._committed(), step])
+        self._tell(self._writer, failure)
+        return True
+
+    def wait_until_finished(self) -> None:
+        """What T5X calls after each periodic save, before it goes on to train.
+
+        With ``wait="deferred"`` it returns at once, or T5X would never train while it saves. That
+        is safe: what a save in flight still reads are buffers of its own, or ones that it holds
+        against donation; T5X's evaluations use the live state; and a save that fails is raised by
+        the next one, or by ``close()``. While an exception is handled the wait is real: T5X's
+        emergency save before a preemption calls this in its ``except`` block.
+
+        Raises:
+          SaveFailed: a save failed in the background.
+        """
+        if self._writer is None:
+            return
+        if self._settings.wait == "each" or _handles_exception():
+            self._wait(self._writer)
+
+    def close(self) -> None:
+        """Waits for the save in flight and gives the directory back.
+
+        Raises:
+          SaveFailed: a save failed in the background.
+        """
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        finally:
+            if self._keeps_names(writer):
+                committed = self._committed()
+                newest = max(committed, default=-1)
+                # None is made, or a run that has gone back and saved nothing would undo that. Above
+                # the newest a trainer that starts just now may have a save in flight.
+                named = self._links.steps()
+                self._links.match([step for step in named if step in committed or step > newest])
+
+    def restore(
+        self,
+        step: int | None = None,
+        path: str | None = None,
+        fallback_state: Mapping[str, Any] | None = None,
+        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        lazy_parameters: bool | None = False,
+    ) -> Any:
+        """Restores a train state, placed as the partitioner says.
+
+        Asked for the newest step of its own model directory, a trainer goes on from the newest one
+        that is intact, with a warning where that is another: a save that was cut off leaves a name
+        behind. An older step is that step: the next save moves the later ones aside. So it is where
+        the newest names were removed, which is how one goes back in T5X.
+
+        Args:
+          step: of the model directory; the newest where neither it nor a path is given.
+          path: ``<model_dir>/checkpoint_<step>``, of this model directory or another.
+          fallback_state: state dict that gives the leaves which the checkpoint lacks.
+          state_transformation_fns: called with the checkpoint's tree and the state dict of this
+            model. As in T5X's own manager the leaves of the tree know their shape and dtype, and
+            only what the functions leave is read: leaves may be renamed and dropped.
+          lazy_parameters: not used, as in T5X's own manager.
+
+        Returns:
+          The train state.
+
+        Raises:
+          ValueError: both a step and a path were given.
+          OptionError: a trainer goes back to a checkpoint of T5X's own from which steps of ours go
+            on.
+          RestoreError: what is wrong with the step.
+        """
+        if step is not None and path is not None:
+            raise ValueError("expected a step or a path, found both; give one of them")
+        links = self._links
+        if path is not None:
+            model_dir, step = checkpoints.get_step_from_checkpoint_dir(os.fspath(path))
+            links = StepLinks(model_dir)
+        own = links.model_dir.resolve() == self._links.model_dir.resolve()
+        step = max(self.all_steps(), default=0) if step is None else step
+        if step in links.others() or not links.root.is_dir():
+            if own and self._writer is not None:
+                self._check_none_above(step)
+            path = os.fspath(path or self._links.model_dir / f"checkpoint_{step}")
+            restored = self._restore_stock(path, fallback_state, state_transformation_fns)
+            self._at = step if own else self._at
+            return restored
+        if own and self._writer is not None:
+            leaves = self._resumed(self._writer, step, state_transformation_fns)
+            state = self._placed(leaves, fallback_state or {})
+        else:
+            found = _opened(links, step)
+            leaves = self._chosen(_leaves_of(found), state_transformation_fns)
+            state = self._placed(leaves, fallback_state or {})
+            self._restore_data(found)
+        return self._train_state.restore_state(state)
+
+    # What is saved.
+
+    def _open_writer(self) -> CheckpointManager:
+        tables = tables_of(
+            self._train_state.state_dict(),
+            self._settings.tables,
+            codec=self._settings.codec,
+            slot_codec=self._settings.slot_codec,
+        )
+        with contextlib.ExitStack() as stack:
+            manager = stack.enter_context(
+                CheckpointManager(
+                    self._links.root,
+                    handlers={layout.EMBEDDINGS_ITEM: tables, **self._handlers},
+                    options=self._options,
+                )
+            )
+            steps = manager.all_steps()
+            if processes.index() == 0:
+                # A name that was removed to go back does not come again.
+                newest = self._links.newest_of(steps)
+                self._links.match([step for step in steps if newest is None or step <= newest])
+            if steps and self._newest_link is None:
+                raise OptionError(
+                    f"{self._links.model_dir}: expected a checkpoint_<step> for each step in "
+                    f"{self._links.root.name}, found the steps {steps} and none, so T5X did not "
+                    "resume; they are there now: start again"
+                )
+            stack.pop_all()
+            return manager
+
+    def _keeps_names(self, writer: CheckpointManager) -> bool:
+        """Whether T5X's names are this process's to change: it holds the directory's lease."""
+        if processes.index() > 0:
+            return False
+        try:
+            writer.check_lease()
+        except FencedError:
+            # The commit of the save says it, to all processes.
+            return False
+        return True
+
+    def _is_committed(self) -> bool:
+        """Whether the step that this run is at was committed; waits for its save in flight."""
+        if self._writer is not None:
+            try:
+                self._wait(self._writer)
+            except SaveFailed as error:
+                warnings.warn(f"{error}; it is saved anew", stacklevel=3)
+                return False
+        return True
+
+    def _wait(self, writer: CheckpointManager) -> None:
+        """Waits for the save in flight; where it failed, its step may be saved again."""
+        try:
+            writer.wait()
+        except SaveFailed:
+            self._at = None
+            raise
+
+    def _tell(self, writer: CheckpointManager, failure: SaveFailed | None) -> None:
+        """Raises the failure of an earlier save; not in the place of an exception under way."""
+        if failure is None:
+            return
+        if not _handles_exception():
+            raise failure
+        self._wait(writer)
+        warnings.warn(str(failure), stacklevel=3)
+
+    def _saved_form(
+        self, train_state: Any, transformation_fns: Sequence[Callable[..., Any]]
+    ) -> Any:
+        """The state dict as it is saved."""
+        state = train_state.state_dict()
+        if transformation_fns:
+            # T5X's own record of each parameter, which its functions are given and give back.
+            infos = checkpoints._construct_orbax_param_infos(self._train_state, self._partitioner)
+            for fn in transformation_fns:
+                state, infos = fn(state, infos)
+        return {**state, "target": _cast(state["target"], self._save_dtype)}
+
+    def _items(self) -> dict[str, ocp.args.CheckpointArgs]:
+        if self._dataset_iterator is None:
+            return {}
+        return {_DATASET: checkpoints.DatasetArgs(self._dataset_iterator)}
+
+    def _committed(self) -> list[int]:
+        if self._writer is not None:
+            return list(self._writer.all_steps())
+        return inspect.open(self._links.root).steps if self._links.root.is_dir() else []
+
+    # What is restored: leaves by their '/'-joined paths.
+
+    def _resumed(
+        self, writer: CheckpointManager, step: int, transformation_fns: Sequence[Callable[..., Any]]
+    ) -> dict[str, Any]:
+        """Leaves of a step of this run, from which the manager that saves goes on."""
+        committed = self._committed()
+        newest = step == self._newest_link or step >= max(committed, default=step)
+        named = _agreed(self._links.newest_of(committed))
+        later = [found for found in committed if named is not None and found > named]
+        if newest and named is not None and later:
+            warnings.warn(
+                f"{self._links.model_dir}: going back to step {named}, the newest with a "
+                f"checkpoint_<step>; the later steps {later} have none, the next save moves them "
+                "aside",
+                stacklevel=3,
+            )
+            step, newest = named, False
+        stored = self._newest_leaves() if newest else self._stored_leaves(step)
+        chosen = self._chosen(stored, transformation_fns)
+        template = self._template(stored) if self._is_own(stored, chosen) else None
+        try:
+            if newest:
+                restored = writer.restore_latest(template, items=self._items())
+            else:
+                restored = writer.restore(step, template, items=self._items())
+        except TemplateMismatch as error:
+            raise TemplateMismatch(
+                f"{error}; in T5X: give checkpoint_manager.tables, and save_dataset, as in the run "
+                "that saved, or start in another model directory"
+            ) from error
+        if restored is None:
+            raise NoIntactStep(f"{self._links.root}: expected a committed step, found none")
+        if restored.step != step:
+            warnings.warn(
+                f"checkpoint_{step} in {self._links.model_dir} is not the newest intact step; "
+                f"going on from step {restored.step}",
+                stacklevel=3,
+            )
+        self._at = restored.step
+        return _taken(chosen, stored, _flat(restored.state))
+
+    def _check_none_above(self, step: int) -> None:
+        """Checks that a run can go on from a checkpoint of T5X's own."""
+        above = [found for found in self._committed() if found > step]
+        if above:
+            raise OptionError(
+                f"{self._links.model_dir}: expected no step of deltackpt above checkpoint_{step}, "
+                f"which T5X itself wrote, found {above}; resume from checkpoint_{above[-1]}, or "
+                f"move {self._links.root} away to go back"
+            )
+
+    def _restore_data(self, step: inspect.Step) -> None:
+        """Moves the iterator of the data to where it was at a step.
+
+        Raises:
+          TemplateMismatch: the step was saved without it.
+          Damaged: a file of it is missing or altered; the iterator stays where it is.
+          StepGone: the step was removed meanwhile.
+        """
+        if self._dataset_iterator is None:
+            return
+        item_dir = step.path / _DATASET
+        if not item_dir.is_dir():
+            _check_stands(step)
+            raise TemplateMismatch(
+                f"{step.path}: expected the position of the data ({_DATASET}), found that it was "
+                "saved without; leave restore_dataset, and save_dataset, off to start from it"
+            )
+        for damage in integrity.check_step_files(
+            step.path, wanted=lambda name: name.startswith(f"{_DATASET}/")
+        ):
+            _check_stands(step)
+            raise damage
+        [args] = self._items().values()
+        self._handlers[_DATASET].restore(epath.Path(item_dir), args)
+        _check_stands(step)
+
+    def _stored_leaves(self, step: int) -> dict[str, Any]:
+        return _leaves_of(inspect.open(self._links.root).at(step))
+
+    def _newest_leaves(self) -> dict[str, Any]:
+        """Lazy leaves of the newest step that can be read."""
+        for step in sorted(self._committed(), reverse=True):
+            # restore_latest() says what is wrong with the others.
+            with contextlib.suppress(RestoreError):
+                return self._stored_leaves(step)
+        raise NoIntactStep(
+            f"{self._links.root}: expected a step that can be read, found none; copy the directory "
+            "back from a backup, or start again in an empty model directory"
+        )
+
+    def _chosen(
+        self, stored: dict[str, Any], transformation_fns: Sequence[Callable[..., Any]]
+    ) -> dict[str, Any]:
+        """Which lazy leaf each of the model's leaves is to be, after T5X's functions."""
+        tree = traverse_util.unflatten_dict(stored, sep="/")
+        for fn in transformation_fns:
+            tree = fn(tree, self._train_state.state_dict())
+        return {name: leaf for name, leaf in _flat(tree).items() if name in self._leaves}
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, Any]:
+        """The model's abstract leaves."""
+        return _flat(self._train_state.state_dict())
+
+    @functools.cached_property
+    def _shardings(self) -> dict[str, jax.sharding.NamedSharding]:
+        axes = _flat(self._partitioner.get_mesh_axes(self._train_state).state_dict())
+        replicated = jax.sharding.PartitionSpec()
+        return {
+            name: jax.sharding.NamedSharding(self._partitioner.mesh, axes.get(name, replicated))
+            for name in self._leaves
+        }
+
+    def _is_own(self, stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is taken as it is, leaf by leaf."""
+        return stored.keys() == chosen.keys() == self._leaves.keys() and all(
+            leaf is stored[name] and leaf.shape == self._leaves[name].shape
+            for name, leaf in chosen.items()
+        )
+
+    def _template(self, stored: Mapping[str, Any]) -> Any:
+        """What a resume restores into: the model's tree and places, the checkpoint's dtypes."""
+        return self._tree(
+            {
+                name: jax.ShapeDtypeStruct(
+                    leaf.shape, stored[name].dtype, sharding=self._shardings[name]
+                )
+                for name, leaf in self._leaves.items()
+            }
+        )
+
+    def _placed(self, found: Mapping[str, Any], fallback_state: Mapping[str, Any]) -> Any:
+        """The state dict of the model, its leaves on the devices.
+
+        Raises:
+          TemplateMismatch: a leaf is missing, or has another shape than the model's.
+        """
+        found = {**_flat(fallback_state), **found}
+        missing = self._leaves.keys() - found.keys()
+        if missing:
+            raise TemplateMismatch(
+                f"the model has leaves that the checkpoint does not hold:\n{listed(missing)}\n"
+                "rename with an assignment_map, or set fallback_to_scratch"
+            )
+        state = self._tree({name: self._place(name, found[name]) for name in self._leaves})
+        return {**state, "target": _cast(state["target"], self._restore_dtype)}
+
+    def _place(self, name: str, leaf: Any) -> jax.Array:
+        shape = self._leaves[name].shape
+        if tuple(leaf.shape) != tuple(shape):
+            raise TemplateMismatch(
+                f"{name}: expected by the model {list(shape)}, found in the checkpoint "
+                f"{list(leaf.shape)}; drop it with an assignment_map and set fallback_to_scratch"
+            )
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, self._shardings[name])
+        # A lazy leaf reads the parts that this process needs.
+        return jax.make_array_from_callback(
+            shape, self._shardings[name], lambda index: np.asarray(leaf[index])
+        )
+
+    def _tree(self, leaves: Mapping[str, Any]) -> Any:
+        """The model's state dict with other leaves; what is empty in it stays."""
+        whole = traverse_util.flatten_dict(
+            self._train_state.state_dict(), keep_empty_nodes=True, sep="/"
+        )
+        return traverse_util.unflatten_dict({**whole, **leaves}, sep="/")
+
+    def _restore_stock(
+        self,
+        path: str,
+        fallback_state: Mapping[str, Any] | None,
+        transformation_fns: Sequence[Callable[..., Any]],
+    ) -> Any:
+        """Restores a checkpoint that T5X itself wrote, with T5X's code."""
+        stock = checkpoints.OrbaxCheckpointManagerInterface(
+            self._directory,
+            self._train_state,
+            self._partitioner,
+            self._dataset_iterator,
+            restore_dtype=self._restore_dtype,
+        )
+        try:
+            return stock.restore(
+                path=path,
+                fallback_state=fallback_state,
+                state_transformation_fns=transformation_fns,
+            )
+        finally:
+            stock.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestByMetric:
+    """An Orbax ``PreservationPolicy``: the steps with the best values of a TensorBoard summary.
+
+    T5X evaluates after it has saved, so the values are looked up whenever the policy is asked. The
+    newest step always stays: training resumes from it.
+
+    Attributes:
+      model_dir: T5X's model directory.
+      metric: ``<folder>/<tag>`` of the summary below it.
+      mode: whether the greatest or the least is the best.
+      keep: how many stay.
+      keep_without: steps without a value stay as well.
+    """
+
+    model_dir: Path
+    metric: str
+    mode: Literal["max", "min"]
+    keep: int
+    keep_without: bool
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[_policies.PolicyCheckpointInfo],
+        *,
+        context: _policies.PreservationContext,
+    ) -> list[bool]:
+        """Which checkpoints stay."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        values = _metric_values(self.model_dir, self.metric, steps)
+        ranked = sorted(values, key=values.__getitem__, reverse=self.mode == "max")
+        best = {*ranked[: self.keep], *steps[-1:]}
+        return [step in best or (self.keep_without and step not in values) for step in steps]
+
+
+def _metric_values(model_dir: Path, metric: str, steps: Sequence[int]) -> dict[int, float]:
+    """Values of a summary by step; NaN is none."""
+    found = checkpoints.populate_metrics_for_steps(os.fspath(model_dir), metric, steps)
+    return {step: float(value) for step, value in found.items() if not np.isnan(value)}
+
+
+def _retention(
+    model_dir: Path,
+    keep: int | None,
+    force_keep_period: int | None,
+    metric: str | None,
+    mode: Literal["max", "min"],
+    keep_without: bool,
+) -> int | PreservationPolicy | None:
+    """Which steps stay by T5X's arguments; None for all."""
+    if keep is None:
+        return None
+    policy = _policies.LatestN(keep)
+    if metric is not None:
+        policy = BestByMetric(
+            model_dir=model_dir, metric=metric, mode=mode, keep=keep, keep_without=keep_without
+        )
+    if force_keep_period is None:
+        return policy
+    return _policies.AnyPreservationPolicy([policy, _policies.EveryNSteps(force_keep_period)])
+
+
+def _agreed(step: int | None) -> int | None:
+    """A step, or none, as process 0 finds it."""
+    agreed = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+    return None if agreed < 0 else agreed
+
+
+def _handles_exception() -> bool:
+    """Whether this is called in an ``except`` block, as by T5X before a preemption."""
+    return sys.exc_info()[0] is not None
+
+
+def _opened(links: StepLinks, step: int) -> inspect.Step:
+    """A step that somebody else may be writing after; the newest where it is not committed yet.
+
+    Raises:
+      RestoreError: the step cannot be read.
+    """
+    found = inspect.open(links.root)
+    newest = found.newest
+    if newest is not None and step > newest:
+        warnings.warn(
+            f"checkpoint_{step} in {links.model_dir} is not committed; reading step {newest}",
+            stacklevel=3,
+        )
+        step = newest
+    return found.at(step)
+
+
+def _check_stands(step: inspect.Step) -> None:
+    """Checks that a step is still the save that was opened.
+
+    Raises:
+      StepGone: it was removed, and another save may have its number.
+    """
+    with contextlib.suppress(RestoreError):
+        if inspect.open(step.path.parent).at(step.step).save_id == step.save_id:
+            return
+    raise StepGone(
+        f"step directory {step.path}: expected it to stay while it was read, found it removed or "
+        "replaced; restore the newest step instead"
+    )
+
+
+def _leaves_of(found: inspect.Step) -> dict[str, Any]:
+    """Lazy leaves of a step: their shapes and dtypes are read now, the rest when it is indexed.
+
+    Raises:
+      RestoreError: the step cannot be read.
+    """
+    leaves: dict[str, Any] = {
+        path: table.field(field)
+        for table in found.tables.values()
+        for field, path in table.leaves.items()
+    }
+    leaves |= {n: leaf for n, leaf in found.dense.items() if leaf.kind not in ("None", "empty")}
+    for leaf in leaves.values():
+        leaf.shape  # noqa: B018
+    return leaves
+
+
+def _taken(
+    chosen: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values in the place of the lazy leaves that were chosen."""
+    names = {id(leaf): name for name, leaf in stored.items()}
+    return {
+        name: values[names[id(leaf)]] if id(leaf) in names else leaf
+        for name, leaf in chosen.items()
+    }
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """Leaves by their '/'-joined paths, without what is empty."""
+    leaves = state_utils.flatten_state_dict(tree)
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
+
+
+def _cast(target: Any, dtype: Any) -> Any:
+    """Parameters in another dtype; those that are no floating-point numbers stay."""
+
+    def cast(leaf: Any) -> Any:
+        changes = leaf.dtype != dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if changes else leaf
+
+    return target if dtype is None else jax.tree.map(cast, target)

@@ -1,0 +1,876 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops that people write: they resume as the same run, and no sample is trained twice or never."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import jax
+import jax.numpy as jnp
+import loops_worker
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from absl import flags
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deltackpt
+from deltackpt import events, touched
+from deltackpt.errors import (
+    NoIntactStep,
+    OptionError,
+    OutOfSpace,
+    SaveFailed,
+    StorageError,
+    TemplateMismatch,
+)
+from deltackpt.handlers.iterators import IteratorHandler, IteratorSave
+from deltackpt.integrations.loop import LoopCheckpoints
+from deltackpt.storage import arrays
+
+grain = pytest.importorskip("grain")
+
+from loops import demo, lineage, nnx_loop, optax_loop  # noqa: E402
+
+ROWS, WIDTH, SAMPLES, BATCH = 48, 4, 24, 4
+MARKS = deltackpt.ManagerOptions(tracking="marks")
+LOOPS = {"optax": optax_loop, "nnx": nnx_loop}
+
+
+# Loops of every kind, each with a table, dense leaves, slots and state that is no parameter.
+
+
+class Kind(NamedTuple):
+    """A kind of loop.
+
+    Attributes:
+      state: makes the state that a run begins with.
+      step: trains the state on ids and returns it.
+      select: its tables.
+      tracking: how the loop's rows are known.
+      sparse: whether a step moves no more rows than it looks up.
+    """
+
+    state: Any
+    step: Any
+    select: str
+    tracking: str = "fingerprints"
+    sparse: bool = True
+
+
+def optax_kind(optimizer, *, tracking="fingerprints", sparse=True) -> Kind:
+    def state():
+        params = {"emb": jax.random.normal(jax.random.key(0), (ROWS, WIDTH)), "w": jnp.ones(WIDTH)}
+        return {"params": params, "opt_state": optimizer.init(params), "key": jax.random.key(1)}
+
+    @jax.jit
+    def step(state, ids):
+        def loss(params):
+            kept = jax.random.bernoulli(jax.random.fold_in(state["key"], 0), 0.9, (BATCH, WIDTH))
+            return jnp.tanh((params["emb"][ids] * kept) @ params["w"]).mean()
+
+        grads = jax.grad(loss)(state["params"])
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        key = jax.random.split(state["key"], 1)[0]
+        return {"params": params, "opt_state": opt_state, "key": key}
+
+    return Kind(state, step, "params/emb", tracking, sparse)
+
+
+def linen_kind() -> Kind:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, ids):
+            return jnp.tanh(linen.Dense(1)(linen.Embed(ROWS, WIDTH, name="emb")(ids))).mean()
+
+    model, optimizer = Model(), optax.adagrad(0.1)
+
+    def state():
+        params = model.init(jax.random.key(0), jnp.zeros(BATCH, jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    @jax.jit
+    def step(state, ids):
+        grads = jax.grad(lambda params: model.apply({"params": params}, ids))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    return Kind(state, step, "params/**/embedding")
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.emb = nnx.Embed(ROWS, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        return jnp.tanh(self.out(self.norm(self.dropout(self.emb(ids))))).mean()
+
+
+def nnx_kind(form, select, optimizer=None, tracking="fingerprints") -> Kind:
+    """An nnx loop whose state is made of the model, its optimizer and a counter by ``form``."""
+    chosen = optimizer or optax.adagrad(0.1)
+
+    def state():
+        model = NnxModel(nnx.Rngs(0, dropout=1))
+        optimizer = nnx.Optimizer(model, chosen, wrt=nnx.Param)
+        return form(model, optimizer)
+
+    @nnx.jit
+    def train(model, optimizer, ids):
+        optimizer.update(model, nnx.grad(lambda model: model(ids))(model))
+
+    def step(state, ids):
+        both = state.values() if isinstance(state, dict) else state
+        model, optimizer, *counter = both
+        train(model, optimizer, ids)
+        return state if not counter else (model, optimizer, counter[0] + 1)
+
+    return Kind(state, step, select, tracking)
+
+
+KINDS = {
+    "optax with adagrad": optax_kind(optax.adagrad(0.1)),
+    "optax with adam": optax_kind(optax.adam(0.1), sparse=False),
+    "optax with track": optax_kind(touched.track(optax.adagrad(0.1), "emb"), tracking="marks"),
+    "linen": linen_kind(),
+    "nnx in a dict": nnx_kind(
+        lambda model, optimizer: {"model": model, "optimizer": optimizer}, "model/emb/embedding"
+    ),
+    "nnx with track": nnx_kind(
+        lambda model, optimizer: {"model": model, "optimizer": optimizer},
+        "model/emb/embedding",
+        touched.track(optax.adagrad(0.1), "**/embedding"),
+        tracking="marks",
+    ),
+    "nnx in a tuple": nnx_kind(
+        lambda model, optimizer: (model, optimizer, jnp.zeros((), jnp.int32)), "0/emb/embedding"
+    ),
+}
+
+
+class Source:
+    """Samples by index: an id, and the index itself."""
+
+    def __init__(self, name="source"):
+        self.name = name
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return {"sample": np.int32(index), "id": np.int32(index * 31 % ROWS)}
+
+    def __repr__(self):
+        return self.name
+
+
+def dataset_of(workers=0, epochs=None):
+    found = grain.MapDataset.source(Source()).shuffle(3).repeat(epochs)
+    ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+    found = found.batch(BATCH, drop_remainder=True).to_iter_dataset(ahead)
+    if workers:
+        found = found.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=workers))
+    return found
+
+
+def loader_of(workers=0, source="source", epochs=None):
+    sampler = grain.samplers.IndexSampler(
+        SAMPLES,
+        shard_options=grain.sharding.NoSharding(),
+        shuffle=True,
+        num_epochs=epochs,
+        seed=3,
+    )
+    return grain.DataLoader(
+        data_source=Source(source),
+        sampler=sampler,
+        operations=[grain.transforms.Batch(BATCH, drop_remainder=True)],
+        worker_count=workers,
+    )
+
+
+def on_devices():
+    device = jax.local_devices()[0]
+    return grain.experimental.device_put(
+        dataset_of(), device, cpu_buffer_size=3, device_buffer_size=2
+    )
+
+
+PIPELINES = {
+    "dataset": dataset_of,
+    "loader": loader_of,
+    "dataset with a worker": lambda: dataset_of(workers=1),
+    "loader with a worker": lambda: loader_of(workers=1),
+    "dataset that is put on devices ahead": on_devices,
+}
+
+
+@contextlib.contextmanager
+def opened(pipeline):
+    """An iterator of a pipeline, whose workers have ended afterwards."""
+    flags.FLAGS.mark_as_parsed()
+    iterator = iter(PIPELINES[pipeline]())
+    try:
+        yield iterator
+    finally:
+        inner = getattr(iterator, "_iterator", iterator)
+        inner.close()
+
+
+def checkpoints(root, kind=None, iterator=None, *, every=2, sinks=(), **options):
+    kind = kind or KINDS["optax with adagrad"]
+    return LoopCheckpoints(
+        root,
+        tables=deltackpt.Tables(select=kind.select),
+        every_steps=every,
+        data=iterator,
+        options=deltackpt.ManagerOptions(**{"tracking": kind.tracking, **options}),
+        sinks=sinks,
+    )
+
+
+def train(root, kind, pipeline, steps, *, lose=0, every=2):
+    """Trains up to a step, and goes on for ``lose`` steps without a save, which nobody sees."""
+    with (
+        opened(pipeline) as iterator,
+        checkpoints(root, kind, iterator, every=every) as saves,
+    ):
+        state, done = saves.resume(kind.state())
+        for step in range(done + 1, steps + 1):
+            state = kind.step(state, next(iterator)["id"])
+            saves.after_step(step, state)
+        saves.save(steps, state)
+        saved = leaves(state)
+        for batch in itertools.islice(iterator, lose):
+            state = kind.step(state, batch["id"])
+    return done, saved
+
+
+def leaves(state):
+    """All leaves by path, as bits; what tracks rows is no part of a state."""
+    state = jax.tree.map(
+        lambda node: nnx.state(node) if isinstance(node, nnx.Pytree) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, nnx.Pytree),
+    )
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if "stamps" not in (name := jax.tree_util.keystr(path)) and "clock" not in name:
+            found[name] = np.array(jnp.asarray(leaf))  # A TrainState begins with a plain 0.
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert found[name].dtype == leaf.dtype, name
+        assert found[name].tobytes() == leaf.tobytes(), name
+
+
+def damage(root, step, file):
+    """Changes a byte in the middle of a file of a step."""
+    [path] = Path(root, str(step)).glob(file)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def held_up():
+    """Writes wait until the event is set."""
+    go_on = threading.Event()
+    real = arrays.write_array
+
+    def write(*arguments, **options):
+        assert go_on.wait(60)
+        return real(*arguments, **options)
+
+    with mock.patch.object(arrays, "write_array", write):
+        yield go_on
+        go_on.set()
+
+
+# A resumed run is the same run.
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_loop_ends_in_the_state_of_an_uninterrupted_one(tmp_path, name):
+    kind = KINDS[name]
+    _, expected = train(tmp_path / "whole", kind, "dataset", 8, every=8)
+    assert train(tmp_path / "cut", kind, "dataset", 3, lose=1)[0] == 0
+    assert train(tmp_path / "cut", kind, "dataset", 5, lose=2, every=5)[0] == 3
+    done, found = train(tmp_path / "cut", kind, "dataset", 8)
+    assert done == 5
+    assert_same(found, expected)
+    done, found = train(tmp_path / "cut", kind, "dataset", 8)
+    assert done == 8
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_delta_holds_no_more_rows_than_the_loop_moved(tmp_path, name):
+    kind, seen = KINDS[name], []
+    with opened("dataset") as iterator:
+        sink = mock.Mock(receive=seen.append)
+        with checkpoints(tmp_path, kind, iterator, every=1, sinks=(sink,)) as saves:
+            state = kind.state()
+            for step, batch in enumerate(itertools.islice(iterator, 4), 1):
+                state = kind.step(state, batch["id"])
+                saves.after_step(step, state)
+        with checkpoints(tmp_path, kind, iterator, every=1, sinks=(sink,)) as saves:
+            state, done = saves.resume(kind.state())
+            state = kind.step(state, next(iterator)["id"])
+            saved = saves.after_step(done + 1, state)
+            assert saved is not None and saved.kind == "delta"
+    kinds = [(event.kind, event.rows) for event in seen if isinstance(event, events.SaveEvent)]
+    assert kinds[0] == ("base", ROWS)
+    for how, rows in kinds[1:]:
+        assert how == "delta"
+        assert 0 < rows <= BATCH if kind.sparse else rows > BATCH
+
+
+def test_nnx_objects_are_updated_in_place_and_shared_variables_stay_shared(tmp_path):
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.emb = nnx.Embed(ROWS, WIDTH, rngs=rngs)
+            self.out = self.emb
+            self.rngs = rngs.fork()
+
+    class Counter(nnx.Variable):
+        pass
+
+    def state(seed):
+        return {"model": Tied(nnx.Rngs(seed)), "count": Counter(jnp.zeros((), jnp.int32)), "n": 0}
+
+    kind = KINDS["nnx in a dict"]
+    first = state(0)
+    with checkpoints(tmp_path, kind) as saves:
+        first["model"].emb.embedding[...] += 1.0
+        first["model"].rngs.params()
+        first["count"].set_value(jnp.full((), 5, jnp.int32))
+        saves.save(3, {**first, "n": 7})
+    second = state(1)
+    embedding, count = second["model"].emb.embedding, second["count"]
+    with checkpoints(tmp_path, kind) as saves:
+        found, done = saves.resume(second)
+    assert (done, found["n"]) == (3, 7)
+    assert found["model"] is second["model"] and found["count"] is count
+    assert second["model"].emb.embedding is embedding is second["model"].out.embedding
+    assert_same(leaves(found), leaves({**first, "n": 7}))
+
+
+# The position of the data.
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_the_position_is_that_of_the_step_however_far_was_read_ahead(tmp_path, pipeline):
+    kind = KINDS["optax with adagrad"]
+    with opened(pipeline) as iterator:
+        order = [batch["sample"].tolist() for batch in itertools.islice(iterator, 12)]
+    assert sorted(sum(order[:6], [])) == sorted(sum(order[6:], [])) == list(range(SAMPLES))
+    with (
+        opened(pipeline) as iterator,
+        checkpoints(tmp_path, kind, iterator, every=4) as saves,
+        held_up() as go_on,
+    ):
+        state, _ = saves.resume(kind.state())
+        for step in range(1, 5):
+            next(iterator)
+            saves.after_step(step, state)
+        ahead = [next(iterator)["sample"].tolist() for _ in range(3)]
+        go_on.set()
+    assert ahead == order[4:7]
+    with opened(pipeline) as iterator, checkpoints(tmp_path, kind, iterator) as saves:
+        assert saves.resume(kind.state())[1] == 4
+        following = [next(iterator)["sample"].tolist() for _ in range(8)]
+    assert following == order[4:]
+
+
+def test_every_sample_is_handed_out_once_where_the_data_ends_with_a_save(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    iterator = iter(dataset_of(epochs=1))
+    with checkpoints(tmp_path, kind, iterator, every=100) as saves:
+        state, step = kind.state(), 0
+        for step, _ in enumerate(iterator, 1):
+            saves.after_step(step, state)
+        saves.save(step, state)
+    again = iter(dataset_of(epochs=1))
+    with checkpoints(tmp_path, kind, again) as saves:
+        assert saves.resume(kind.state())[1] == SAMPLES // BATCH
+        assert next(again, None) is None
+
+
+@pytest.mark.parametrize("file", ["data/*.json", "embeddings/**/c/0", "dense/d/*"])
+def test_state_and_position_fall_back_to_the_same_older_step(tmp_path, file):
+    kind = KINDS["optax with adagrad"]
+    _, expected = train(tmp_path / "whole", kind, "dataset", 8)
+    train(tmp_path / "cut", kind, "dataset", 4)
+    train(tmp_path / "cut", kind, "dataset", 6)
+    for path in itertools.islice(sorted((tmp_path / "cut" / "6").glob(file)), 1):
+        damage(tmp_path / "cut", 6, str(path.relative_to(tmp_path / "cut" / "6")))
+    with pytest.warns(UserWarning) as said:
+        done, found = train(tmp_path / "cut", kind, "dataset", 8)
+    assert any("step 6 is skipped" in str(warning.message) for warning in said)
+    assert done == 4
+    assert_same(found, expected)
+
+
+def test_an_iterator_stays_where_it_is_when_no_step_is_intact(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    train(tmp_path, kind, "dataset", 2)
+    damage(tmp_path, 2, "data/*.json")
+    iterator = iter(dataset_of())
+    with (
+        checkpoints(tmp_path, kind, iterator) as saves,
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(NoIntactStep),
+    ):
+        saves.resume(kind.state())
+    assert iterator.get_state() == iter(dataset_of()).get_state()
+
+
+@pytest.mark.parametrize("pipeline", ["dataset", "loader"])
+def test_grain_and_orbax_alone_read_the_position_and_write_one_that_is_read(tmp_path, pipeline):
+    kind = KINDS["optax with adagrad"]
+    train(tmp_path / "ours", kind, pipeline, 3)
+    handlers = {"data": grain.checkpoint.CheckpointHandler()}
+    with opened(pipeline) as expected, opened(pipeline) as iterator:
+        rest = [batch["sample"].tolist() for batch in itertools.islice(expected, 3, 9)]
+        with ocp.CheckpointManager(tmp_path / "ours", item_handlers=handlers) as stock:
+            args = ocp.args.Composite(data=grain.checkpoint.CheckpointRestore(iterator))
+            stock.restore(3, args=args)
+        assert [next(iterator)["sample"].tolist() for _ in range(6)] == rest
+    with opened(pipeline) as written:
+        for _ in range(3):
+            next(written)
+        grain.checkpoint.CheckpointHandler().save(tmp_path, written)
+    [path] = tmp_path.glob("process_*.json")
+    assert IteratorHandler().restore(tmp_path) == path.read_bytes()
+    assert json.loads(path.read_bytes()) == json.loads(
+        Path(tmp_path, "ours", "3", "data", path.name).read_bytes()
+    )
+
+
+def test_the_handler_also_saves_without_a_manager(tmp_path):
+    handler = IteratorHandler()
+    handler.save(tmp_path, IteratorSave(b"anywhere"))  # pyright: ignore[reportArgumentType]
+    assert handler.restore(tmp_path) == b"anywhere"  # pyright: ignore[reportArgumentType]
+
+
+# When a save is taken.
+
+
+def test_steps_are_saved_when_they_are_due_and_the_last_one_when_asked(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    with checkpoints(tmp_path, kind, every=3) as saves:
+        state, _ = saves.resume(kind.state())
+        taken = [step for step in range(1, 9) if saves.after_step(step, state) is not None]
+        assert taken == [3, 6]
+        assert saves.save(8, state) is not None
+        assert saves.save(8, state) is None
+        saves.manager.wait()
+        assert saves.manager.all_steps() == [3, 6, 8]
+
+
+def test_a_save_that_came_too_early_is_taken_with_the_position_of_its_own_step(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    with opened("dataset") as iterator:
+        with checkpoints(tmp_path, kind, iterator, when_busy="coalesce") as saves:
+            state = kind.state()
+            with held_up() as go_on:
+                for step in range(1, 6):
+                    state = kind.step(state, next(iterator)["id"])
+                    saved = saves.after_step(step, state)
+                    assert (saved is not None and saved.kind is not None) == (step == 2)
+                go_on.set()
+                saves.manager.wait()
+            state = kind.step(state, next(iterator)["id"])
+            state = kind.step(state, next(iterator)["id"])
+            saved = saves.after_step(7, state)
+            assert saved is not None and saved.step == 7
+            saves.manager.wait()
+            assert saves.after_step(9, state) is None
+            assert saves.manager.all_steps() == [2, 7]
+        following = next(iterator)["sample"].tolist()
+    with opened("dataset") as again, checkpoints(tmp_path, kind, again) as saves:
+        found, done = saves.resume(kind.state())
+        assert done == 7
+        assert next(again)["sample"].tolist() == following
+    assert_same(leaves(found), leaves(state))
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "coalesce"])
+def test_the_last_step_is_saved_whatever_is_in_flight(tmp_path, when_busy):
+    kind = KINDS["optax with adagrad"]
+    with (
+        held_up() as go_on,
+        checkpoints(tmp_path, kind, when_busy=when_busy) as saves,
+    ):
+        saves.after_step(2, kind.state())
+        threading.Timer(0.2, go_on.set).start()
+        saved = saves.save(3, kind.state())
+        assert saved is not None and saved.kind is not None
+        saves.manager.wait()
+        assert saves.manager.latest_step() == 3
+
+
+def test_the_step_of_a_preemption_is_durable_when_the_call_returns(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=100) as saves:
+        state = kind.step(kind.state(), next(iterator)["id"])
+        with mock.patch.object(saves.manager, "reached_preemption", return_value=True):
+            saved = saves.after_step(1, state)
+        assert saved is not None
+        assert saves.manager.latest_step() == 1
+        assert saves.after_step(2, state) is None
+
+
+# What goes wrong.
+
+
+def failing(call, name, error):
+    """Calls of a method of ``Path`` fail for the files of positions."""
+    real = getattr(Path, call)
+
+    def refuse(path, *arguments, **options):
+        if path.name.startswith(name):
+            raise error
+        return real(path, *arguments, **options)
+
+    return mock.patch.object(Path, call, refuse)
+
+
+def test_a_position_that_cannot_be_written_fails_the_save_and_keeps_the_step_before(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
+        state = kind.step(kind.state(), next(iterator)["id"])
+        saves.after_step(1, state)
+        saves.manager.wait()
+        kept = leaves(state)
+        batch = next(iterator)
+        with failing("write_bytes", "process_", full):
+            saves.after_step(2, kind.step(state, batch["id"]))
+            with pytest.raises(SaveFailed, match="room to write") as failure:
+                saves.manager.wait()
+        assert isinstance(failure.value.__cause__, OutOfSpace)
+        following = batch["sample"].tolist()
+    with opened("dataset") as again, checkpoints(tmp_path, kind, again) as saves:
+        found, done = saves.resume(kind.state())
+        assert done == 1
+        assert next(again)["sample"].tolist() == following
+    assert_same(leaves(found), kept)
+
+
+def test_the_save_after_a_failed_one_is_taken_and_is_the_newest(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
+        state = kind.state()
+        with failing("write_bytes", "process_", full):
+            saves.after_step(1, kind.step(state, next(iterator)["id"]))
+            with contextlib.suppress(SaveFailed):
+                saves.manager.wait()
+        saves.after_step(2, state)
+        assert saves.save(2, state) is None
+        saves.manager.wait()
+        assert saves.manager.all_steps() == [2]
+
+
+def test_the_last_step_is_saved_again_where_its_save_failed(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
+        state = kind.step(kind.state(), next(iterator)["id"])
+        with mock.patch.object(arrays, "write_array", side_effect=full):
+            saves.after_step(1, state)
+            with pytest.raises(SaveFailed):
+                saves.manager.wait()
+        assert saves.save(1, state) is not None
+        saves.manager.wait()
+        assert saves.manager.all_steps() == [1]
+        assert saves.save(1, state) is None
+
+
+def test_the_last_step_is_saved_after_going_back_behind_it(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
+        state = kind.state()
+        for step in (1, 2):
+            state = kind.step(state, next(iterator)["id"])
+            saves.after_step(step, state)
+        saves.manager.wait()
+        before = saves.manager.restore(1, kind.state()).state
+        other = kind.step(before, next(iterator)["id"])
+        with pytest.warns(UserWarning, match="later steps"):
+            assert saves.save(2, other) is not None
+        saves.manager.wait()
+    with checkpoints(tmp_path, kind) as saves:
+        found, done = saves.resume(kind.state())
+    assert done == 2
+    assert_same(leaves(found), leaves(other))
+
+
+def test_the_step_of_a_preemption_is_durable_though_an_earlier_save_failed(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with checkpoints(tmp_path, kind, every=100) as saves, opened("dataset") as iterator:
+        state = kind.step(kind.state(), next(iterator)["id"])
+        with mock.patch.object(arrays, "write_array", side_effect=full):
+            saves.save(1, state)
+            while saves.manager._busy():
+                pass
+        with mock.patch.object(saves.manager, "reached_preemption", return_value=True):
+            with pytest.raises(SaveFailed) as failure:
+                saves.after_step(2, state)
+        assert failure.value.taken is not None
+        assert saves.manager.latest_step() == 2
+
+
+def test_a_position_that_cannot_be_read_is_an_error_of_the_store(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    train(tmp_path, kind, "dataset", 2)
+    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
+        with failing("read_bytes", "process_", OSError(errno.EIO, "Input/output error")):
+            with pytest.raises(StorageError, match="process_0-of-1.json"):
+                saves.resume(kind.state())
+        assert saves.resume(kind.state())[1] == 2
+
+
+def test_a_step_of_another_number_of_processes_is_refused(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    train(tmp_path, kind, "dataset", 2)
+    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
+        with mock.patch("deltackpt.processes.count", return_value=2):
+            handler = IteratorHandler()
+            with pytest.raises(TemplateMismatch, match=r"one of 2 .* process_0-of-1.json"):
+                handler.restore(tmp_path / "2" / "data")  # pyright: ignore[reportArgumentType]
+        assert saves.resume(kind.state())[1] == 2
+
+
+def test_a_step_without_a_position_is_refused_unless_none_is_asked_for(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    with checkpoints(tmp_path, kind) as saves:
+        saves.save(2, kind.state())
+    with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
+        with pytest.raises(TemplateMismatch, match="saved without data; restore without them"):
+            saves.resume(kind.state())
+    with checkpoints(tmp_path, kind) as saves:
+        assert saves.resume(kind.state())[1] == 2
+
+
+def test_another_pipeline_is_refused(tmp_path):
+    kind = KINDS["optax with adagrad"]
+    train(tmp_path, kind, "loader", 2)
+    iterator = iter(loader_of(source="another source"))
+    with checkpoints(tmp_path, kind, iterator) as saves:
+        with pytest.raises(TemplateMismatch, match="does not match datasource"):
+            saves.resume(kind.state())
+
+
+@pytest.mark.parametrize(
+    "given_data", [dataset_of(), loader_of(), (n for n in range(3)), [1, 2]], ids=lambda d: type(d)
+)
+def test_what_has_no_position_is_refused(tmp_path, given_data):
+    with pytest.raises(OptionError, match=r"get_state\(\) and set_state\(\)"):
+        checkpoints(tmp_path, iterator=given_data)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("state", [{"next": {1, 2}}, {0: 7}, {"next": (1, 2)}])
+def test_a_position_that_is_neither_bytes_nor_json_is_refused(tmp_path, state):
+    odd = mock.Mock(get_state=lambda: state, set_state=lambda state: None)
+    with checkpoints(tmp_path, iterator=odd, every=1) as saves:
+        with pytest.raises(OptionError, match="bytes or a JSON value"):
+            saves.after_step(1, KINDS["optax with adagrad"].state())
+
+
+@pytest.mark.parametrize("every", [0, -5])
+def test_a_save_every_no_steps_is_refused(tmp_path, every):
+    with pytest.raises(OptionError, match="every_steps"):
+        checkpoints(tmp_path, every=every)
+
+
+# Whatever happens to a run, in whatever order.
+
+
+class Counted(NamedTuple):
+    """A state that knows what it was trained on."""
+
+    emb: jax.Array
+    seen: jax.Array
+
+
+@settings(max_examples=15)
+@given(
+    starts=st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.integers(0, 4),
+            st.sampled_from([None, "data/*.json", "digests.step.msgpack"]),
+        ),
+        min_size=2,
+        max_size=5,
+    )
+)
+def test_state_and_data_are_always_of_one_step(tmp_path_factory, starts):
+    """Each start trains, goes on without a save, and leaves a newest step that may be damaged."""
+    root = tmp_path_factory.mktemp("run")
+    order = [batch["id"].tolist() for batch in itertools.islice(iter(dataset_of()), 60)]
+    first = Counted(jnp.zeros((ROWS, 1), jnp.int32), jnp.zeros((60, BATCH), jnp.int32))
+    for trained, unsaved, damaged in starts:
+        iterator = iter(dataset_of())
+        # Of steps that are skipped, and then moved aside.
+        with (
+            warnings.catch_warnings(action="ignore", category=UserWarning),
+            LoopCheckpoints(
+                root, tables=deltackpt.Tables(select="emb"), every_steps=2, data=iterator
+            ) as saves,
+        ):
+            state, done = saves.resume(first)
+            assert state.seen[:done].tolist() == order[:done]
+            assert not state.seen[done:].any()
+            assert int(state.emb.sum()) == done * BATCH
+            for step in range(done + 1, done + trained + unsaved + 1):
+                ids = next(iterator)["id"]
+                assert ids.tolist() == order[step - 1]
+                state = Counted(state.emb.at[ids].add(1), state.seen.at[step - 1].set(ids))
+                if step <= done + trained:
+                    saves.after_step(step, state)
+        steps = sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+        if damaged and len(steps) > 1:
+            damage(root, steps[-1], damaged)
+
+
+# Loops in processes of their own, which are killed.
+
+
+def end_of(folder, loop, arguments):
+    """Digest and samples of a run that nobody interrupted, in this process."""
+    path = folder / "whole.jsonl"
+    LOOPS[loop].main([f"--directory={folder / 'whole'}", f"--journal={path}", *arguments])
+    [end] = demo.journal.read(path, "end")
+    return end["digest"], lineage.read([path]).samples
+
+
+def check_killed(folder, loop, pipeline, *, kills, workers=0, seed=0):
+    # Enough for every kill to come before the end.
+    arguments = [f"--epochs={1 + kills // 2}", "--every=10", f"--pipeline={pipeline}"]
+    arguments.append(f"--workers={workers}")
+    digest, samples = end_of(folder, loop, arguments)
+    assert demo.whole_epochs(samples)
+    run = demo.Run(loop=loop, folder=folder / "killed", arguments=arguments)
+    rng = random.Random(seed)
+    for number in range(kills):
+        run.kill(rng, in_save=number % 2 == 0)
+    assert run.finish() == digest
+    found = lineage.read(run.journals)
+    assert found.samples == samples
+    assert len(found.starts) == kills + 1 and found.starts[0] == 0
+
+
+def test_a_killed_loop_trains_every_sample_once_and_ends_in_the_same_state(tmp_path):
+    check_killed(tmp_path, "optax", "dataset", kills=2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("loop", "pipeline", "workers"),
+    [("nnx", "dataset", 0), ("nnx", "loader", 2), ("optax", "dataset", 2), ("optax", "loader", 0)],
+)
+def test_a_loop_that_is_killed_again_and_again_ends_in_the_same_state(
+    tmp_path, loop, pipeline, workers
+):
+    check_killed(tmp_path, loop, pipeline, kills=4, workers=workers, seed=workers + 1)
+
+
+def test_the_lineage_leaves_out_what_was_trained_after_the_last_save(tmp_path):
+    def written(name, *entries):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"event": "st')
+        return path
+
+    def step(number, *samples):
+        return {"event": "step", "step": number, "samples": list(samples)}
+
+    journals = [
+        written("0", {"event": "start", "step": 0}, step(1, 5, 6), step(2, 7, 8), step(3, 1, 2)),
+        written("1"),
+        written("2", {"event": "start", "step": 2}, step(3, 3, 4)),
+    ]
+    found = lineage.read(journals)
+    assert found.samples == [[5, 6], [7, 8], [3, 4]]
+    assert (found.starts, found.repeated) == ([0, 2], 1)
+    with pytest.raises(ValueError, match="expected step 4, found 9"):
+        lineage.read([*journals, written("3", {"event": "start", "step": 3}, step(9, 1))])
+
+
+# Several processes, each with data of its own.
+
+
+def job(root, processes, *, steps, kill_after=0):
+    """Runs a job of real processes; what each has said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    said = [root.with_name(f"{root.name}-{number}.jsonl") for number in range(processes)]
+    members = []
+    try:
+        for number, path in enumerate(said):
+            # Gloo writes to stdout.
+            path.write_text("")
+            numbers = (processes, number, steps, kill_after)
+            command = [sys.executable, loops_worker.__file__, address, root, path, *numbers]
+            members.append(subprocess.Popen(list(map(str, command)), env=environment))
+        for member in members:
+            member.wait(200)
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in said]
+
+
+def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
+    whole = job(tmp_path / "whole", 2, steps=loops_worker.STEPS)
+    killed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, kill_after=7)
+    resumed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS)
+    seen = []
+    for expected, before, after in zip(whole, killed, resumed, strict=True):
+        done = after[0]["resumed"]
+        assert 0 < done < 7 and not any("end" in line for line in before)
+        samples = [line["samples"] for line in before[1:]][:done]
+        samples += [line["samples"] for line in after[1:-1]]
+        assert samples == [line["samples"] for line in expected[1:-1]]
+        assert after[-1] == expected[-1]
+        seen += sum(samples, [])
+    assert sorted(seen) == list(range(loops_worker.SAMPLES))
+    [alone] = job(tmp_path / "killed", 1, steps=loops_worker.STEPS)
+    assert alone[0]["refused"] == "TemplateMismatch"
+    assert "process_0-of-2.json, process_1-of-2.json" in alone[0]["why"]
