@@ -27,7 +27,8 @@ def main() -> None:
     """Runs the command line."""
     options = parsed()
     # The workers import the example from here, wherever they run.
-    ray.init(runtime_env={"py_modules": [str(EXAMPLES / "dlrm_jax")]})
+    modules = [str(EXAMPLES / name) for name in ("dlrm_jax", "running")]
+    ray.init(runtime_env={"py_modules": modules})
     if options.service:
         # It outlives this job: the next one restores from it. Nothing where it runs already.
         service.start(

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dlrm_jax import data, demo, journal, main, optimizer, trainer
+from dlrm_jax import data, demo, main, model, optimizer, trainer
+from running import demonstration, journal
 
 import deltackpt
 
@@ -156,8 +157,8 @@ def test_zipf_rows_stay_in_the_table_and_follow_the_exponent(exponent):
 
 def test_area_under_curve_shares_ranks_among_ties():
     labels = np.array([1, 0, 1, 0])
-    assert journal.area_under_curve(np.ones(4), labels) == 0.5
-    assert journal.area_under_curve(np.array([2.0, 1, 4, 3]), labels) == 0.75
+    assert model.area_under_curve(np.ones(4), labels) == 0.5
+    assert model.area_under_curve(np.array([2.0, 1, 4, 3]), labels) == 0.75
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -199,17 +200,17 @@ def test_a_used_directory_is_not_trained_into_without_resume(tmp_path):
 
 
 def test_demo_tells_a_save_in_progress_from_others(tmp_path):
-    assert demo.save_in_progress(tmp_path) is None
+    assert demonstration.save_in_progress(tmp_path) is None
     (tmp_path / "20" / "embeddings").mkdir(parents=True)
-    assert demo.save_in_progress(tmp_path) is None
+    assert demonstration.save_in_progress(tmp_path) is None
     begun = tmp_path / "40.orbax-checkpoint-tmp"
     (begun / "embeddings").mkdir(parents=True)
-    assert demo.save_in_progress(tmp_path) is None
+    assert demonstration.save_in_progress(tmp_path) is None
     chunk = begun / "embeddings" / "part.0" / "g0.0" / "values" / "c" / "0" / "0"
     chunk.parent.mkdir(parents=True)
-    assert demo.save_in_progress(tmp_path) is None
+    assert demonstration.save_in_progress(tmp_path) is None
     chunk.write_text("rows")
-    assert demo.save_in_progress(tmp_path) == begun
+    assert demonstration.save_in_progress(tmp_path) == begun
 
 
 def test_state_splits_into_tables_with_their_accumulators():

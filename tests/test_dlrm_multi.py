@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import jax
 import numpy as np
 import pytest
-from dlrm_jax import data, demo_multi, journal, main, model, trainer
+from dlrm_jax import data, demo_multi, main, model, trainer
 from dlrm_jax.placement import Placement
+from running import journal
+from running.digest import digest
 
 #: 401 rows per table: 408 with padding.
 SMALL = ["--scale", "0.005013", "--width", "8", "--bottom", "16", "--top", "16", "--batch", "64"]
@@ -50,7 +52,7 @@ def trained(made, placement) -> Trained:
     traffic = data.ZipfTraffic(SIZES.rows, 2048, exponent=0.0, seed=3)
     spread = jax.device_put(made, shardings(placement))
     alone = jax.device_put(made, jax.devices()[0])
-    assert trainer.digest(spread) == trainer.digest(alone)
+    assert digest(spread) == digest(alone)
     step, sharded_step = trainer.train_step(SIZES), trainer.train_step(SIZES, placement=placement)
     outputs = []
     for number in range(3):

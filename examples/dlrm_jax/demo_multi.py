@@ -31,9 +31,11 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from running import demonstration, journal
+from running.digest import digest
 
 import deltackpt
-from dlrm_jax import demo, journal, main, trainer
+from dlrm_jax import main, trainer
 
 _STEPS, _SAVE_EVERY = 48, 8
 #: Steps committed before a trainer may be killed.
@@ -165,7 +167,7 @@ class Run:
             handlers={"embeddings": trainer.checkpoint_tables()},
             options=deltackpt.ManagerOptions(read_only=True),
         ) as manager:
-            return trainer.digest(manager.restore(step, trainer.abstract_state(self.sizes)).state)
+            return digest(manager.restore(step, trainer.abstract_state(self.sizes)).state)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -192,14 +194,14 @@ def run(options: argparse.Namespace) -> int:
         console.rule("[bold]2. Train again, and kill one process in the middle of a save")
         with console.status("training"):
             kill_in_a_save(killed, console)
-        demo.show_directory(killed.directory, console)
+        demonstration.show_directory(killed.directory, console)
 
         console.rule("[bold]3. Restart on other numbers of processes, each from a copy")
         for other in others:
             shutil.copytree(killed.directory, other.directory)
             with console.status(f"going on with {other.topology}"):
                 other.run("--resume")
-        step = demo.committed(killed.directory)[-1]
+        step = demonstration.committed(killed.directory)[-1]
         equal = show_states(step, killed, others, console)
 
         console.rule("[bold]4. Compare the losses with the uninterrupted run")
@@ -230,18 +232,18 @@ def kill_in_a_save(victims: Run, console: Console) -> None:
                 victims.check(processes, deadline)
                 if all(process.poll() == 0 for process in processes):
                     sys.exit("the trainers ended before one could be killed in a save")
-                if len(demo.committed(victims.directory)) >= _COMMITTED_FIRST:
-                    unfinished = demo.save_in_progress(victims.directory)
+                if len(demonstration.committed(victims.directory)) >= _COMMITTED_FIRST:
+                    unfinished = demonstration.save_in_progress(victims.directory)
                 time.sleep(_SAVE_POLL_SECS)
             processes[-1].send_signal(signal.SIGKILL)
             processes[-1].wait()
-            step = int(unfinished.name.removesuffix(demo.UNFINISHED))
+            step = int(unfinished.name.removesuffix(demonstration.UNFINISHED))
             console.print(
                 f"[bold red]SIGKILL[/] to process {len(processes) - 1} (pid {processes[-1].pid}) "
                 f"while step {step} was being written"
             )
             show_report(victims, processes[0], console)
-        if step not in demo.committed(victims.directory):
+        if step not in demonstration.committed(victims.directory):
             return
         console.print(f"step {step} was committed nevertheless: once more")
     sys.exit(f"{_KILLS} kills came too late for the save that they were meant for")
@@ -280,10 +282,10 @@ def show_states(step: int, killed: Run, others: Sequence[Run], console: Console)
     ]
     table = Table("state", "step", "SHA-256 of every leaf", "", box=box.SIMPLE_HEAD)
     found = []
-    for name, at, digest in rows:
-        found.append((at, digest) == (step, saved))
+    for name, at, sha256 in rows:
+        found.append((at, sha256) == (step, saved))
         mark = "[green]equal" if found[-1] else "[red]DIFFERENT"
-        table.add_row(name, str(at), digest[:16], mark)
+        table.add_row(name, str(at), sha256[:16], mark)
     console.print(table)
     return all(found)
 

@@ -31,8 +31,9 @@ import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from running import demonstration, journal
 
-from dlrm_jax import demo, demo_multi, journal
+from dlrm_jax import demo_multi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _RAY = str(Path(sys.executable).with_name("ray"))
@@ -219,7 +220,7 @@ def kill_a_worker(
     from ray.util.state import list_actors
 
     await_saves(job, submission, console)
-    step = demo.committed(job.directory)[-1]
+    step = demonstration.committed(job.directory)[-1]
     alive: Any = list_actors(
         node.dashboard, filters=[("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
     )
@@ -233,7 +234,7 @@ def kill_a_worker(
     event = job.entries("restore")[-1]
     console.print(
         f"  all workers are back after {time.perf_counter() - started:.0f} s: step "
-        f"{event['step']} restored from [bold]{event['source']}[/] in {event['seconds']:.2f} s"
+        f"{event['step']} restored from [bold]{event['source']}[/] in {event['total_secs']:.2f} s"
     )
 
 
@@ -252,7 +253,7 @@ def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console:
         f"which held step {victim.step}"
     )
     with console.status("Ray starts it anew"):
-        restore_service.wait_ready(demo.committed(job.directory)[-1], _JOB_SECS)
+        restore_service.wait_ready(demonstration.committed(job.directory)[-1], _JOB_SECS)
     back = restore_service.status().members[-1]
     assert back.found is not None
     console.print(
@@ -263,13 +264,13 @@ def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console:
 
 def await_saves(job: Job, submission: subprocess.Popen[bytes], console: Console) -> None:
     """Waits until the job has committed some steps since now."""
-    known = len(demo.committed(job.directory)) if job.directory.exists() else 0
+    known = len(demonstration.committed(job.directory)) if job.directory.exists() else 0
 
     def saved() -> bool:
         job.check(submission)
         if submission.poll() is not None:
             sys.exit("the job ended before everybody was killed: the machine is too fast for it")
-        return len(demo.committed(job.directory)) >= known + _COMMITTED_FIRST
+        return len(demonstration.committed(job.directory)) >= known + _COMMITTED_FIRST
 
     with console.status("training"):
         waited("saves", saved)

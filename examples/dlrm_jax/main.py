@@ -20,13 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from running.digest import digest
+from running.journal import Journal, size
+from running.restoring import resumed
 
 import deltackpt
 from deltackpt import policy
 from deltackpt.options import Timeouts
 from dlrm_jax import data, trainer
-from dlrm_jax.journal import Journal, area_under_curve, size
+from dlrm_jax.model import area_under_curve
 from dlrm_jax.placement import Placement
 
 if TYPE_CHECKING:
@@ -69,9 +71,9 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
         sinks=(journal,) if session is None else (journal, session),
     ) as manager:
         if options.resume:
-            state = resumed(manager, sizes, placement, console)
+            state = resumed(manager, trainer.abstract_state(sizes, placement), console)
             if state is not None and options.digests:
-                journal.write("restored", step=int(state.step), digest=trainer.digest(state))
+                journal.write("restored", step=int(state.step), digest=digest(state))
         elif manager.latest_step() is not None:
             sys.exit(f"{options.directory} holds step {manager.latest_step()}: give --resume")
         else:
@@ -88,7 +90,7 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
         if session is not None:
             session.report({"step": int(state.step)})
         if options.journal is not None:
-            journal.write("end", step=int(state.step), digest=trainer.digest(state))
+            journal.write("end", step=int(state.step), digest=digest(state))
     journal.close()
 
 
@@ -160,43 +162,11 @@ def train(
             window, started = [], time.perf_counter()
         if preempted or done % options.save_every == 0 or done == options.steps:
             if options.digests:
-                journal.write("saved", step=done, digest=trainer.digest(state))
+                journal.write("saved", step=done, digest=digest(state))
             manager.save(done, state)
         if preempted:
             manager.wait()
     return state
-
-
-def resumed(
-    manager: deltackpt.CheckpointManager,
-    sizes: trainer.ModelOptions,
-    placement: Placement | None,
-    console: Console,
-) -> trainer.TrainState | None:
-    """The newest intact step, restored behind a progress bar; None where there is none."""
-    template = trainer.abstract_state(sizes, placement)
-    bar = Progress(
-        TextColumn("restoring"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=console,
-    )
-    with bar:
-        task = bar.add_task("restore")
-        result = manager.restore_latest(
-            template, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    if result is None:
-        console.print("nothing to resume from: starting at step 0")
-        return None
-    for skipped, error in result.skipped:
-        console.print(f"[yellow]step {skipped} was skipped:[/] {error}")
-    console.print(
-        f"resumed at step {result.step} from a chain of {len(result.chain)} saves "
-        f"({size(result.bytes_read)} in {result.seconds:.2f} s)"
-    )
-    return result.state
 
 
 def model_options(options: argparse.Namespace) -> trainer.ModelOptions:

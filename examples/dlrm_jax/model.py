@@ -80,6 +80,28 @@ def cross_entropy(logit: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.softplus(logit) - logit * labels)
 
 
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Area under the ROC curve; nan where only one class is present.
+
+    Args:
+      scores: (samples,), higher where a click is likelier.
+      labels: (samples,), 0 or 1.
+
+    Example:
+      >>> area_under_curve(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1]))
+      0.75
+    """
+    values, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    # Equal scores share the mean of their ranks.
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positives = int(labels.sum())
+    negatives = len(labels) - positives
+    if positives == 0 or negatives == 0 or len(values) == 0:
+        return float("nan")
+    above = ranks[labels == 1].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * negatives))
+
+
 def _init_mlp(key: jax.Array, sizes: Sequence[int]) -> list[Layer]:
     layers = []
     keys = jax.random.split(key, len(sizes) - 1)

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 import deltackpt
 from dlrm_jax import model
@@ -193,20 +190,3 @@ def train_step(
         return new, loss, logits
 
     return step
-
-
-def digest(state: TrainState) -> str:
-    """SHA-256 over path, dtype, shape and bits of every leaf that a save holds.
-
-    It does not depend on the placement. Where a state is spread over processes, all of them must
-    call this, and each gathers one leaf at a time.
-    """
-    total = hashlib.sha256()
-    kept: Any = state._replace(touched=())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(kept):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        array = np.ascontiguousarray(leaf)
-        total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode())
-        total.update(array.data)
-    return total.hexdigest()

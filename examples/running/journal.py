@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from rich.console import Console
 
 from deltackpt import events
@@ -34,20 +33,22 @@ class Journal:
         self._file: IO[str] | None = None if path is None else path.open("a")
 
     def receive(self, event: events.Event) -> None:
-        """A save was committed or a step restored (``deltackpt.events.Sink``)."""
+        """A save or a restore ended, well or not (``deltackpt.events.Sink``)."""
         if isinstance(event, events.SaveEvent):
             self.write("save", **dataclasses.asdict(event))
             share = event.rows / event.total_rows
             error = f", off by {event.relative_error:.2%}" if event.relative_error else ""
+            written_secs = event.encode_secs + event.write_secs + event.digest_secs
             part = f"part {event.process} of {self._processes}: " if self._processes > 1 else ""
             self._console.print(
                 f"  step {event.step} saved: [bold]{event.kind}[/], {part}{event.rows:,} rows "
                 f"({share:.1%}), {size(event.bytes_written)}{error}; blocked "
-                f"{event.blocked_secs * 1e3:.0f} ms, written in "
-                f"{(event.write_secs + event.digest_secs) * 1e3:.0f} ms"
+                f"{event.blocked_secs * 1e3:.0f} ms, written in {written_secs * 1e3:.0f} ms"
             )
-        else:
+        elif isinstance(event, events.RestoreEvent):
             self.write("restore", **dataclasses.asdict(event))
+        else:
+            self.write("failure", **dataclasses.asdict(event))
 
     def steps(self, first: int, losses: list[Any]) -> None:
         """Losses of consecutive steps, from step ``first`` on."""
@@ -88,25 +89,3 @@ def size(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Area under the ROC curve; nan where only one class is present.
-
-    Args:
-      scores: (samples,), higher where a click is likelier.
-      labels: (samples,), 0 or 1.
-
-    Example:
-      >>> area_under_curve(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1]))
-      0.75
-    """
-    values, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    # Equal scores share the mean of their ranks.
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positives = int(labels.sum())
-    negatives = len(labels) - positives
-    if positives == 0 or negatives == 0 or len(values) == 0:
-        return float("nan")
-    above = ranks[labels == 1].sum() - positives * (positives + 1) / 2
-    return float(above / (positives * negatives))

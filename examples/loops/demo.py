@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills a training loop at random moments, resumes it, and shows that no sample is lost.
+
+python examples/loops/demo.py
+python examples/loops/demo.py --loop nnx --pipeline loader --workers 2 --kills 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from running import journal
+from running.demonstration import UNFINISHED
+
+from loops import data, lineage
+
+#: Steps of one start before it is killed, at most.
+_STEPS_BEFORE_KILL = 16
+_POLL_SECS = 0.001
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A loop, the folder of its checkpoints and journals, and further options of its command line.
+
+    Attributes:
+      loop: ``"optax"`` or ``"nnx"``.
+      folder: made where it does not exist.
+      arguments: of the script.
+    """
+
+    loop: str
+    folder: Path
+    arguments: Sequence[str] = ()
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def journals(self) -> list[Path]:
+        """Of each start, in their order."""
+        found = self.folder.glob("start-*.jsonl")
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("start-")))
+
+    def start(self) -> tuple[subprocess.Popen[bytes], Path]:
+        """Starts the loop in a process group of its own; also its new journal."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"start-{len(self.journals)}.jsonl"
+        path.touch()
+        script = Path(__file__).with_name(f"{self.loop}_loop.py")
+        places = (f"--directory={self.directory}", f"--journal={path}")
+        process = subprocess.Popen(
+            [sys.executable, script, *places, *self.arguments],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return process, path
+
+    def finish(self) -> str:
+        """Runs the loop to its end; the digest of its final state."""
+        process, path = self.start()
+        try:
+            status = process.wait()
+        finally:
+            end_group(process)
+        if status:
+            raise RuntimeError(f"{self.loop} loop: expected to end with status 0, found {status}")
+        [end] = journal.read(path, "end")
+        return end["digest"]
+
+    def kill(self, rng: random.Random, *, in_save: bool) -> tuple[int, bool]:
+        """Starts the loop and kills it after some steps.
+
+        Args:
+          rng: decides after how many.
+          in_save: whether to wait until a save is being written.
+
+        Returns:
+          The last step that it trained, and whether a save was cut off.
+        """
+        process, path = self.start()
+        try:
+            steps = rng.randint(1, _STEPS_BEFORE_KILL)
+            wait_until(lambda: len(journal.read(path, "step")) >= steps, process)
+            if in_save:
+                wait_until(lambda: bool(self.unfinished()), process)
+        finally:
+            end_group(process)
+        return journal.read(path, "step")[-1]["step"], bool(self.unfinished())
+
+    def unfinished(self) -> list[Path]:
+        """Steps that are partly written."""
+        return list(self.directory.glob(f"*{UNFINISHED}"))
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Looks again and again, as long as a process runs."""
+    while not happened():
+        if process.poll() is not None:
+            raise RuntimeError(f"the loop ended with status {process.returncode} before its kill")
+        time.sleep(_POLL_SECS)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a loop with the workers of its data, which would outlive it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # It has ended, and had no workers.
+    process.wait()
+
+
+def whole_epochs(samples: list[list[int]]) -> bool:
+    """Whether every epoch holds every sample exactly once."""
+    step = data.STEPS_PER_EPOCH
+    epochs = [sum(samples[i : i + step], []) for i in range(0, len(samples), step)]
+    return all(sorted(epoch) == list(range(data.SAMPLES)) for epoch in epochs)
+
+
+def run(options: argparse.Namespace, console: Console) -> bool:
+    """The whole demonstration; whether the two runs are equal."""
+    rng = random.Random(options.seed)
+    arguments = [f"--pipeline={options.pipeline}", f"--workers={options.workers}"]
+    with tempfile.TemporaryDirectory(prefix="loops-demo-") as place:
+        killed = Run(loop=options.loop, folder=Path(place, "killed"), arguments=arguments)
+        whole = Run(loop=options.loop, folder=Path(place, "whole"), arguments=arguments)
+
+        console.rule(f"[bold]1. The {options.loop} loop, killed {options.kills} times")
+        for number in range(options.kills):
+            step, cut_off = killed.kill(rng, in_save=number % 2 == 0)
+            where = ", in the middle of a save" if cut_off else ""
+            console.print(f"[red]SIGKILL[/] after step {step}{where}")
+        digest = killed.finish()
+        found = lineage.read(killed.journals)
+        starts = ", ".join(map(str, found.starts))
+        console.print(f"started at steps {starts}; {found.repeated} steps trained once more")
+
+        console.rule("[bold]2. Compared with a run that nobody interrupted")
+        expected_digest = whole.finish()
+        expected = lineage.read(whole.journals)
+    epochs = len(expected.samples) // data.STEPS_PER_EPOCH
+    rows = [
+        (f"each sample once in each of {epochs} epochs", whole_epochs(found.samples)),
+        ("the samples behind the final state, in their order", found.samples == expected.samples),
+        (f"every leaf of the final state ({digest[:16]})", digest == expected_digest),
+    ]
+    table = Table("behind the final state: as in the other run?", "", box=box.SIMPLE_HEAD)
+    for name, equal in rows:
+        table.add_row(name, "[green]yes" if equal else "[red]NO")
+    console.print(table)
+    return all(equal for _, equal in rows)
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description="Kills a loop and resumes it.")
+    parser.add_argument("--loop", choices=("optax", "nnx"), default="optax")
+    parser.add_argument("--pipeline", choices=("dataset", "loader"), default="dataset")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read ahead")
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    return 0 if run(parser.parse_args(), Console(highlight=False)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killing a trainer in the middle of a save, and proving that nothing was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import deltackpt
+from running import journal
+from running.comparison import step_bytes
+
+#: How Orbax names the directory of a step until it is committed.
+UNFINISHED = ".orbax-checkpoint-tmp"
+#: Steps committed before the trainer may be killed.
+_COMMITTED_FIRST = 3
+_POLL_SECS = 0.0005
+
+State = TypeVar("State")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """An example's ``main.py`` in a process of its own.
+
+    Attributes:
+      script: the ``main.py``.
+      directory: its checkpoints.
+      journal: its journal.
+      arguments: further options of its command line.
+    """
+
+    script: Path
+    directory: Path
+    journal: Path
+    arguments: Sequence[str]
+
+    def start(self, *more: str, quiet: bool = False) -> subprocess.Popen[bytes]:
+        """Starts the process."""
+        places = (f"--directory={self.directory}", f"--journal={self.journal}")
+        return subprocess.Popen(
+            [sys.executable, self.script, *places, *self.arguments, *more],
+            stdout=subprocess.DEVNULL if quiet else None,
+        )
+
+    def run(self, *more: str, quiet: bool = False) -> None:
+        """Runs the process to its end."""
+        status = self.start(*more, quiet=quiet).wait()
+        if status:
+            sys.exit(f"the trainer failed with status {status}")
+
+
+def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
+    """Kills the trainer while a step is partly written; returns the steps that it was killed in.
+
+    A kill that comes too late finds the step committed; the trainer is then resumed and killed
+    again.
+    """
+    struck: list[str] = []
+    while True:
+        process = victim.start(*(["--resume"] if struck else []))
+        unfinished = None
+        while unfinished is None and process.poll() is None:
+            if len(committed(victim.directory)) >= _COMMITTED_FIRST:
+                unfinished = save_in_progress(victim.directory)
+            time.sleep(_POLL_SECS)
+        if unfinished is None:
+            sys.exit("the trainer ended before it could be killed in a save")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        struck.append(unfinished.name.removesuffix(UNFINISHED))
+        if unfinished.exists():
+            console.print(
+                f"[bold red]SIGKILL[/] to process {process.pid} while step {struck[-1]} was "
+                "being written"
+            )
+            return struck
+        console.print(f"step {struck[-1]} was committed just before the kill: once more")
+
+
+def committed(directory: Path) -> list[int]:
+    """Steps that stand in the directory, ascending."""
+    names = [path.name for path in directory.glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def save_in_progress(directory: Path) -> Path | None:
+    """The step directory that is partly written, None where no save is under way."""
+    for step_dir in directory.glob(f"*{UNFINISHED}"):
+        chunks = step_dir.glob("embeddings*/part.*/*/*/c/**/*")
+        if any(path.is_file() for path in chunks):
+            return step_dir
+    return None
+
+
+def show_directory(directory: Path, console: Console) -> None:
+    """Prints what the kill left on disk."""
+    table = Table("step", "state", "files", "bytes", box=box.SIMPLE_HEAD)
+    steps = [path for path in directory.iterdir() if path.name.split(".")[0].isdecimal()]
+    for path in sorted(steps, key=lambda path: int(path.name.split(".")[0])):
+        done = path.name.isdecimal()
+        table.add_row(
+            path.name.split(".")[0],
+            "[green]committed" if done else "[red]cut off",
+            str(sum(file.is_file() for file in path.rglob("*"))),
+            journal.size(step_bytes(path)),
+        )
+    console.print(table)
+
+
+def restored(directory: Path, step: int, tables: deltackpt.Tables, template: State) -> State:
+    """A step of a run that has ended, read from disk."""
+    with deltackpt.CheckpointManager(
+        directory,
+        handlers={"embeddings": tables},
+        options=deltackpt.ManagerOptions(read_only=True),
+    ) as manager:
+        return manager.restore(step, template).state
+
+
+def show_comparison(
+    killed: Trainer, whole: Trainer, kills: list[str], on_disk: str, console: Console
+) -> bool:
+    """Prints whether both runs are equal bit for bit, and returns it.
+
+    Args:
+      killed: the run that was killed and resumed.
+      whole: the same run without interruption.
+      kills: the steps that it was killed in, as by ``kill_in_a_save``.
+      on_disk: digest of the last state of ``whole``, as read back from disk.
+      console: where to print.
+    """
+    expected = {e["step"]: e["loss"] for e in journal.read(whole.journal, "step")}
+    found = journal.read(killed.journal, "step")
+    matching = sum(expected.get(entry["step"]) == entry["loss"] for entry in found)
+    [first] = journal.read(whole.journal, "end")
+    second = journal.read(killed.journal, "end")[-1]
+    last = first["step"] - 1
+    every = set(range(first["step"]))
+    losses = matching == len(found) and {e["step"] for e in found} == set(expected) == every
+    table = Table(
+        "compared bit for bit", "uninterrupted", "killed and resumed", "", box=box.SIMPLE_HEAD
+    )
+    rows = [
+        (
+            f"losses of steps 0 to {last}",
+            len(expected),
+            f"{matching} of {len(found)}",
+            losses,
+        ),
+        (
+            f"loss at step {last}",
+            expected[last],
+            next(e["loss"] for e in reversed(found) if e["step"] == last),
+            losses,
+        ),
+        (
+            "every leaf of the final state (SHA-256)",
+            first["digest"][:16],
+            second["digest"][:16],
+            first["digest"] == second["digest"],
+        ),
+        (
+            "the same, as read back from disk",
+            on_disk[:16],
+            second["digest"][:16],
+            on_disk == second["digest"],
+        ),
+    ]
+    for name, left, right, equal in rows:
+        table.add_row(name, str(left), str(right), "[green]equal" if equal else "[red]DIFFERENT")
+    console.print(table)
+    equal = all(row[-1] for row in rows)
+    console.print(
+        f"killed {len(kills)} time(s), last in the save of step {kills[-1]}: "
+        + ("[green]nothing was lost" if equal else "[red]the runs differ")
+    )
+    return equal
