@@ -7,17 +7,21 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: help demo demo-multi demo-ray test test-long bench lint types layers docs format clean
+.PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-long test-without-jax bench lint types layers notebook docs format clean
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
 	@echo "make demo-multi the same with 2 processes, resumed on 1 and on 4"
 	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
+	@echo "make demo-t5    the first with a T5 on span corruption of text"
+	@echo "make demo-loops loops of optax and nnx with grain data: no sample is trained twice"
 	@echo "make test       the suite without the long loops"
 	@echo "make test-long  the kill, power-cut and multi-process loops"
+	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"
 	@echo "make bench      the measured tables of docs/benchmarks.md"
+	@echo "make notebook   run the notebook of the docs afresh"
 	@echo "make lint types layers docs format clean"
-	@echo "ARGS='...' is passed on to demo, demo-multi, demo-ray, test, test-long and bench"
+	@echo "ARGS='...' is passed on to the demos, test, test-long and bench"
 
 # Keyed on what decides the contents of the environment: nothing happens on a second call.
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
@@ -33,11 +37,27 @@ demo-multi: $(READY)
 demo-ray: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo_ray.py $(ARGS)
 
+demo-t5: $(READY)
+	$(BIN)/python examples/t5x/demo.py $(ARGS)
+
+demo-loops: $(READY)
+	$(BIN)/python examples/loops/demo.py $(ARGS)
+
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# Runs that this environment writes are read by one that has neither jax nor Orbax.
+BARE := build/bare
+$(BARE)/.ready: pyproject.toml constraints.txt tools/make_bare_venv.sh
+	sh tools/make_bare_venv.sh "$(PYTHON)" "$(BARE)"
+	touch $@
+
+test-without-jax: $(READY) $(BARE)/.ready
+	rm -rf build/runs && $(BIN)/python tests/without_jax/make_runs.py build/runs
+	$(BARE)/bin/python -m pytest tests/without_jax --runs build/runs $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/save_restore.py $(ARGS)
@@ -47,6 +67,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 	$(BIN)/python benchmarks/restore_service.py $(ARGS)
+	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -61,6 +82,9 @@ types: $(READY)
 
 layers: $(READY)
 	$(BIN)/lint-imports
+
+notebook: $(READY)
+	$(BIN)/python tools/run_notebook.py docs/guide/inspecting.ipynb --pictures docs/assets
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

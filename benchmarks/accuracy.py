@@ -35,9 +35,10 @@ import jax.numpy as jnp
 import numpy as np
 import report as reports
 import ways  # noqa: F401  (makes the example importable)
-from dlrm_jax import data, journal, model, trainer
+from dlrm_jax import data, model, trainer
 from report import Report, Sample
 from rich.progress import track as progress
+from running.digest import digest
 from scipy import stats
 
 import deltackpt
@@ -182,7 +183,7 @@ class Study:
                 state, errors = self._interrupted(Path(root), run, state, batches)
         log_loss, auc = self._tested(state)
         error = float(np.mean(errors)) if errors else 0.0
-        return Outcome(run, log_loss, auc, error, trainer.digest(state))
+        return Outcome(run, log_loss, auc, error, digest(state))
 
     def _trained(
         self, state: trainer.TrainState, batches: Sequence[data.Batch], start: int, stop: int
@@ -226,7 +227,7 @@ class Study:
             [np.asarray(self._logits(state, batch)) for batch in self.traffic.test]
         ).astype(np.float64)
         losses = np.logaddexp(0, scores) - scores * labels
-        return float(losses.mean()), journal.area_under_curve(scores, labels)
+        return float(losses.mean()), model.area_under_curve(scores, labels)
 
 
 def _logits(state: trainer.TrainState, batch: data.Batch) -> jax.Array:

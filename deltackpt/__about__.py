@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 
@@ -11,8 +12,10 @@ __version__ = "0.1.0"
 
 @functools.cache
 def writer_versions() -> dict[str, str]:
-    """Versions of deltackpt and of the libraries that write bytes."""
+    """Versions of deltackpt and of the libraries that write bytes, as far as they are installed."""
     found = {"deltackpt": __version__}
     for name in ("jax", "orbax-checkpoint", "tensorstore", "numpy"):
-        found[name] = importlib.metadata.version(name)
+        # Compaction needs neither of the first two.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found

@@ -278,10 +278,9 @@ def plan(
       RestoreError: what else is wrong with its chain.
     """
     if step is None:
-        found = [int(name) for name in os.listdir(directory) if name.isdecimal()]
-        if not found:
+        step = Root.open(directory, item=item, read_only=True).newest_step()
+        if step is None:
             raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
-        step = max(found)
     step_dir = directory / str(step)
     saves = stored.read_chain(step_dir, item)
     if len(saves) == 1:
@@ -599,7 +598,7 @@ class _Fold:
             field=writer.spec.name,
             codec=writer.spec.codec,
             reason=f"{writer.spec.codec}: compacted, not encoded again",
-            nbytes=_files_bytes(writer.directory),
+            nbytes=files.tree_bytes(writer.directory),
             rows=tuple(
                 max(0, min(span[1], table.offset + table.rows) - max(span[0], table.offset))
                 for table in tables
@@ -890,10 +889,6 @@ def _rows_view(buffer: np.ndarray, spec: FieldSpec, span: Span) -> np.ndarray:
     """The beginning of a buffer as rows of a field."""
     dtype, shape = codecs.dtype_of(spec.dtype), (span[1] - span[0], *spec.trailing)
     return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-
-
-def _files_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _require_room(plan: Plan) -> None:

@@ -18,6 +18,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -121,6 +123,61 @@ class DevicePiece:
         if self.dispatched is not None and self.dispatched[0] == codec:
             return to_host(self.dispatched[1], self.count)
         return to_host(encode(codec, self.rows), self.count)
+
+
+class BusyClock:
+    """Counts the time during which at least one thread is at some work.
+
+    Each thread enters it as a context for as long as it is. That costs it two microseconds.
+    """
+
+    def __init__(self):
+        """Nobody is at it."""
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._since = 0.0
+        #: Wall time so far; without what is under way.
+        self.seconds = 0.0
+
+    def __enter__(self) -> BusyClock:
+        with self._lock:
+            if self._threads == 0:
+                self._since = time.perf_counter()
+            self._threads += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0:
+                self.seconds += time.perf_counter() - self._since
+
+    def over(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """The pieces; taking each, and all that is asked of it, counts."""
+        while True:
+            with self:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield _ClockedPiece(piece, self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ClockedPiece:
+    """A piece that tells a clock of the work that it is asked for."""
+
+    piece: Piece
+    clock: BusyClock
+
+    def host(self) -> np.ndarray:
+        """See ``Piece``."""
+        with self.clock:
+            return self.piece.host()
+
+    def encoded(self, codec: Codec) -> Encoded:
+        """See ``Piece``."""
+        with self.clock:
+            return self.piece.encoded(codec)
 
 
 def on_host(codec: Codec, rows: np.ndarray) -> Encoded:

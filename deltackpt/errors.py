@@ -108,10 +108,28 @@ class UnsupportedRoot(DeltackptError, ValueError):
     code = "unsupported-root"
 
 
+class TargetExists(DeltackptError, FileExistsError):
+    """What an export or an import would make is there already; nothing was touched."""
+
+    code = "target-exists"
+
+
 class AlreadyCompacting(DeltackptError):
     """Another process compacts the directory at the moment."""
 
     code = "already-compacting"
+
+
+class InUse(DeltackptError):
+    """A trainer is, or may be, at work in the directory, or a copy or a collection is."""
+
+    code = "in-use"
+
+
+class TargetDiffers(DeltackptError):
+    """The target of a copy holds another save under the name of one that is copied."""
+
+    code = "target-differs"
 
 
 class RestoreError(DeltackptError):

@@ -24,7 +24,7 @@ from deltackpt.errors import ErrorBudgetExceeded, OptionError
 from deltackpt.integrity import Digest
 from deltackpt.manifest import ArrayEntry, Encoding
 from deltackpt.policy import Choice, CodecChoice
-from deltackpt.storage import arrays
+from deltackpt.storage import arrays, files
 from deltackpt.storage.arrays import ChunkSums
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
@@ -333,12 +333,7 @@ def _encoding(
         field=field.name,
         codec=plan.codec,
         reason=plan.reason,
-        nbytes=sum(
-            path.stat().st_size
-            for directory in directories
-            for path in directory.rglob("*")
-            if path.is_file()
-        ),
+        nbytes=sum(map(files.tree_bytes, directories)),
         rows=tuple(np.diff(field.bounds).tolist()),
         squared_error=tuple(squared_error.tolist()),
         squared_norm=tuple(squared_norm.tolist()),

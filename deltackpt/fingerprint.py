@@ -8,6 +8,7 @@ answer does not depend on how the table is sharded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deltackpt import blocks
+from deltackpt import blocks, touched
 from deltackpt.bits import bits
 from deltackpt.errors import TrackingError
 from deltackpt.manifest import Layout
 from deltackpt.tables import match_touched
 from deltackpt.touched import TouchState
+
+#: Table name to field name to array, as ``tables.split`` gives them.
+Fields = Mapping[str, Mapping[str, Any]]
 
 #: How many rows an error lists.
 _LISTED = 20
@@ -44,7 +48,7 @@ def fingerprint(table: Any, slots: Sequence[Any] = ()) -> jax.Array:
       >>> changed_rows(before, after).tolist()
       [1]
     """
-    return _fingerprint(table, tuple(slots))
+    return _fingerprint(_uncut(table), tuple(map(_uncut, slots)))
 
 
 def changed_rows(old: Any, new: Any) -> np.ndarray:
@@ -62,11 +66,11 @@ def changed_rows(old: Any, new: Any) -> np.ndarray:
     return np.flatnonzero((old != new).any(axis=1))
 
 
-def fingerprints(fields: Mapping[str, Mapping[str, Any]], layout: Layout) -> dict[str, jax.Array]:
+def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
     """Fingerprints of every table with its slots, by table name.
 
     Args:
-      fields: table name to field name to array, as ``tables.split`` gives them.
+      fields: the tables and slots.
       layout: the layout of the same split. Slots that are ``always`` written are left out.
     """
     groups = {group.name: group for group in layout.groups}
@@ -80,7 +84,7 @@ def fingerprints(fields: Mapping[str, Mapping[str, Any]], layout: Layout) -> dic
 
 def verify_tracking(
     before: Mapping[str, Any],
-    fields: Mapping[str, Mapping[str, Any]],
+    fields: Fields,
     touched: TouchState,
     since_clock: int,
     layout: Layout,
@@ -118,6 +122,138 @@ def verify_tracking(
         )
 
 
+class RowTracker:
+    """Finds the rows that change from one save to the next, where no training step marks them.
+
+    It keeps the fingerprints of the last look beside a ``TouchState``: 12 bytes per row, on the
+    devices that hold the rows. A row whose bits changed and changed back between two looks is as
+    it was. Not thread-safe.
+
+    Example:
+      >>> from deltackpt.tables import Tables, split
+      >>> def look(table):
+      ...     parts = split({"emb": table}, Tables(select="emb"))
+      ...     return tracker.look(parts.fields, parts.layout).stamps["emb"].tolist()
+      >>> tracker = RowTracker()
+      >>> table = jnp.zeros((3, 2))
+      >>> look(table)  # Nothing was known of any row.
+      [1, 1, 1]
+      >>> look(table.at[1].set(5.0))
+      [1, 2, 1]
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, jax.Array] = {}
+        self._touched = TouchState(jnp.zeros((), jnp.int32), {})
+
+    @property
+    def clock(self) -> int:
+        """Clock of the last look."""
+        return int(self._touched.clock)
+
+    def start(self, fields: Fields, layout: Layout) -> None:
+        """Takes tables and slots as they were stored: nothing was touched since, at clock 0.
+
+        Args:
+          fields: the tables and slots as restored.
+          layout: their layout.
+        """
+        fields = _on_devices(fields)
+        now = fingerprints(fields, layout)
+        fresh = touched.init({name: fields[name][blocks.VALUES] for name in now})
+        self._take(now, fresh)
+
+    def look(self, fields: Fields, layout: Layout) -> TouchState:
+        """Advances the clock and stamps the rows that changed since the last look, or the start.
+
+        Every row of tables that are new, or that have another number of rows, is stamped.
+
+        Args:
+          fields: the tables and slots now.
+          layout: their layout.
+
+        Returns:
+          The TouchState, for ``save(touched=...)``.
+        """
+        fields = _on_devices(fields)
+        now = fingerprints(fields, layout)
+        stamps = touched.init({name: fields[name][blocks.VALUES] for name in now}).stamps
+        changed = {}
+        for name, rows in now.items():
+            before = self._before.get(name)
+            if before is None or before.shape != rows.shape:
+                mask = jnp.ones(rows.shape[0], bool)
+            else:
+                mask = _changed(_like(before, rows), rows)
+                stamps[name] = _like(self._touched.stamps[name], stamps[name])
+            changed[name] = _like(mask, stamps[name])
+        self._take(now, touched.mark_rows(TouchState(self._touched.clock, stamps), changed))
+        return self._touched
+
+    def _take(self, now: dict[str, jax.Array], found: TouchState) -> None:
+        """Both or, where the devices fail, neither; then the caller may change host arrays."""
+        self._before, self._touched = jax.block_until_ready((now, found))
+
+
+def _on_devices(fields: Fields) -> dict[str, dict[str, jax.Array]]:
+    """The tables, each with its slots beside it.
+
+    A table of the host stays on a CPU device: an accelerator may have no room for it.
+    """
+    found = {}
+    for name, leaves in fields.items():
+        table = leaves[blocks.VALUES]
+        if not isinstance(table, jax.Array):
+            table = jax.device_put(_uncut(np.asarray(table)), _host_device())
+        found[name] = {field: _beside(leaf, table) for field, leaf in leaves.items()}
+        found[name][blocks.VALUES] = table
+    return found
+
+
+def _host_device() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out.
+        return jax.local_devices()[0]
+
+
+def _uncut(array: Any) -> Any:
+    """An array of the host whose 64-bit numbers jax would cut, as words of 32 bits."""
+    if isinstance(array, jax.Array):
+        return array
+    array = np.asarray(array)
+    if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype:
+        return array
+    rows, *trailing = array.shape
+    return np.ascontiguousarray(array).reshape(rows, math.prod(trailing)).view(np.uint32)
+
+
+def _beside(array: Any, other: jax.Array) -> jax.Array:
+    """An array of rows on the devices of another one: as it is where it is there."""
+    if isinstance(array, jax.Array) and array.sharding.device_set == other.sharding.device_set:
+        return array
+    return _like(array, other)
+
+
+def _like(array: Any, other: jax.Array) -> jax.Array:
+    """An array of rows, placed like the rows of another one."""
+    sharding = other.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:1]))
+    if not isinstance(array, jax.Array):
+        return jax.device_put(_uncut(array), sharding)
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    if array.is_fully_addressable and not sharding.is_fully_addressable:
+        return jax.device_put(np.asarray(array), sharding)
+    return jax.device_put(array, sharding)
+
+
+@jax.jit
+def _changed(before: jax.Array, now: jax.Array) -> jax.Array:
+    return (before != now).any(axis=1)
+
+
 @jax.jit
 def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
     total = jnp.zeros((), jnp.uint32)
@@ -130,8 +266,16 @@ def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
             )
             for odd, seed in ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
         ]
-        total = total + jnp.stack(lanes, axis=1)
+        total = total + _as_sharded(jnp.stack(lanes, axis=1), total)
     return _mix(total)
+
+
+def _as_sharded(lanes: jax.Array, total: jax.Array) -> jax.Array:
+    """The lanes of a field whose rows lie elsewhere than those of the table (Explicit meshes)."""
+    wanted = jax.typeof(total).sharding
+    if total.ndim == 0 or jax.typeof(lanes).sharding == wanted:
+        return lanes
+    return jax.sharding.reshard(lanes, wanted)
 
 
 def _words(array: jax.Array) -> jax.Array:

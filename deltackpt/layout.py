@@ -30,6 +30,8 @@ from pathlib import Path
 EMBEDDINGS_ITEM = "embeddings"
 DENSE_ITEM = "dense"
 STEP_DIGESTS = "digests.step.msgpack"
+#: What Orbax says of a step: its items, metrics and times.
+STEP_METADATA = "_CHECKPOINT_METADATA"
 #: Moved-aside steps of a rolled-back run, beside the steps.
 ROLLED_BACK = "rolled-back"
 #: Steps that are being deleted: renamed here first, then emptied.
@@ -37,6 +39,10 @@ TRASH = "deleted"
 #: Bases that compaction folded, beside the steps that they stand for.
 COMPACTED = "compacted"
 COMPACTION_LOCK = "lock"
+#: What a copy has not finished yet; hidden, so that nobody takes it for a step.
+COPYING = ".copying"
+#: Markers of what is whole in an object store.
+COPIED = "copied"
 GAPS = "rows.gaps"
 
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
@@ -47,6 +53,7 @@ _PART = re.compile(r"part\.\d+")
 #: The digests of a part are covered by its manifest.
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
 _FAILURE = re.compile(r"failed\.(\d+)\.json")
+_STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
 _COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
 
@@ -60,6 +67,11 @@ def manifest_process(name: str) -> int | None:
     """Process of a manifest's name, None where the name is another object's."""
     match = _MANIFEST.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def position_name(process: int, count: int) -> str:
+    """Name of the position of a process's data iterator: grain's name."""
+    return f"process_{process}-of-{count}.json"
 
 
 def failure_name(process: int) -> str:
@@ -115,6 +127,11 @@ def array_dir(item_dir: Path, process: int, segment: str, array: str) -> Path:
     return part_dir(item_dir, process) / segment / urllib.parse.quote(array, safe="")
 
 
+def step_number(name: str) -> int | None:
+    """Number of a committed step's directory, None where the name is another object's."""
+    return int(name) if _STEP.fullmatch(name) else None
+
+
 def lease_name(epoch: int) -> str:
     """Name of an epoch's lease in the root."""
     return f"lease.{epoch}.msgpack"
@@ -129,6 +146,11 @@ def lease_epoch(name: str) -> int | None:
 def compacted_dir(step_dir: Path, item: str) -> Path:
     """Directory of the compacted base that stands for an item of a step."""
     return step_dir.parent / COMPACTED / step_dir.name / item
+
+
+def copied_name(unit: str) -> str:
+    """Key of the marker of a step, or of a compacted base, in an object store."""
+    return f"{COPIED}/{unit}.msgpack"
 
 
 def compaction_name(step_dir: str) -> str:

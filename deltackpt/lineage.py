@@ -13,14 +13,13 @@ import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from deltackpt import layout, manifest, stored
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import RestoreError
-from deltackpt.manifest import BaseRef, Kind, Manifest, ParentRef, SaveId
+from deltackpt.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History, LeftToCompaction
 from deltackpt.storage import files
 from deltackpt.touched import clock_exhausted
@@ -49,7 +48,7 @@ class _Known:
     info: SaveInfo
     path: Path
     clock: int | None
-    layout: Hashable
+    layout: Layout
     total_bytes: int = 0
     chain_length: int = 0
 
@@ -101,7 +100,7 @@ class Lineage:
         step_dir: Path,
         *,
         clock: int | None,
-        layout: Any,
+        layout: Layout,
         force_base: bool = False,
     ) -> Intent:
         """Decides what the save of ``step`` is and notes it as in flight.
@@ -137,7 +136,7 @@ class Lineage:
                 restores=self._restores,
             )
 
-    def next(self, *, clock: int | None, layout: Any, force_base: bool = False) -> Decision:
+    def next(self, *, clock: int | None, layout: Layout, force_base: bool = False) -> Decision:
         """What ``begin`` would decide now, without noting anything."""
         with self._lock:
             seen = self._settle()
@@ -168,7 +167,7 @@ class Lineage:
         self,
         target: SaveInfo,
         step_dir: Path,
-        layout: Any,
+        layout: Layout,
         *,
         sizes: Sequence[int],
         restores: int = 0,
@@ -286,7 +285,7 @@ class Lineage:
         self._anchor, self._base_bytes, self._base_id = anchor, base.nbytes, base.save_id
 
     def _decide(
-        self, clock: int | None, layout: Any, force_base: bool, seen: _Known | None
+        self, clock: int | None, layout: Layout, force_base: bool, seen: _Known | None
     ) -> tuple[Kind, _Known | None, str]:
         anchor, previous = self._anchor, self._previous
         for applies, reason in (

@@ -7,6 +7,7 @@ through Orbax's own PyTree handler, further items through theirs, and Orbax comm
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -55,6 +56,7 @@ from deltackpt.errors import (
     WaitTimeout,
     without_frames,
 )
+from deltackpt.fingerprint import RowTracker
 from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
@@ -84,6 +86,8 @@ _logger = logging.getLogger(__name__)
 
 #: How often a reader lists steps that a trainer removes meanwhile.
 _LISTINGS = 10
+#: Reports that wait for ``wait()``: a loop may never call it.
+_REPORTS = 1000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,10 +104,13 @@ class _InFlight:
     pending: PendingSave | RefusedSave
     blocked_secs: float
     started: float
-    #: Stages of one of several processes: all its files are written, the step is committed.
-    written: bool = False
+    #: When all files of this process were written, 0 before; of ``time.perf_counter()``.
+    written_at: float = 0.0
+    #: Of one of several processes.
     committed: bool = False
     failure: BaseException | None = None
+    #: Whether the call of ``save()`` raised the failure.
+    told: bool = False
 
 
 class CheckpointManager:
@@ -164,6 +171,7 @@ class CheckpointManager:
             run=run,
             compacted=self.options.bases == "compacted",
         )
+        self._tracker = RowTracker() if self.options.tracking == "fingerprints" else None
         self._staging = Staging(self.options.staging_bytes)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
@@ -171,7 +179,7 @@ class CheckpointManager:
         self._restored: int | None = None
         #: Whether a failed save of several processes left its temporary directory.
         self._leftovers = False
-        self._reports: list[SaveReport] = []
+        self._reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
         self._orbax = self._open_reader() if self.options.read_only else self._open_orbax()
         self._closed = False
 
@@ -192,7 +200,8 @@ class CheckpointManager:
         Args:
           step: the training step, above every earlier one.
           state: the whole training state, any pytree.
-          touched: its TouchState; found in ``state`` where it is None.
+          touched: its TouchState; found in ``state`` where it is None. Not with
+            ``tracking="fingerprints"``, which looks for itself.
           items: Orbax save arguments of further items.
           metrics: for retention policies that look at them.
           force_base: take a base whatever the policy says.
@@ -224,9 +233,11 @@ class CheckpointManager:
         """
         with self._lock:
             if self.reached_preemption(step):
-                saved = self._save(step, state, _SaveArguments(**arguments), "wait")
-                self.wait()
-                return saved
+                try:
+                    return self._save(step, state, _SaveArguments(**arguments), "wait")
+                finally:
+                    # Also where an earlier save failed: this one was taken then.
+                    self.wait()
             if self._due is None or self._all_busy():
                 return None
             return self._save(step, state, _SaveArguments(**arguments), "wait")
@@ -236,8 +247,11 @@ class CheckpointManager:
         with self._lock:
             self._check_usable(writing=True)
             split = tables.split(state, self._tables)
-            found = touched if touched is not None else split.touched
-            clock = int(found.clock) if found is not None else None
+            if self._tracker is not None:
+                clock = self._tracker.clock
+            else:
+                found = touched if touched is not None else split.touched
+                clock = int(found.clock) if found is not None else None
             return self._lineage.next(clock=clock, layout=split.layout)
 
     def reached_preemption(self, step: int) -> bool:
@@ -248,7 +262,7 @@ class CheckpointManager:
         """Waits until every save is committed, as durable as ``options.durability`` says.
 
         Returns:
-          Reports of the saves that were committed since the last call.
+          Reports of the saves that were committed since the last call, the newest thousand.
 
         Raises:
           SaveFailed: a save failed in the background.
@@ -257,7 +271,8 @@ class CheckpointManager:
         with self._lock:
             self._check_usable()
             failure = self._settle(self.options.timeouts.close_secs)
-            reports, self._reports = self._reports, []
+            reports = list(self._reports)
+            self._reports.clear()
         if failure is not None:
             raise _save_failed(failure, None) from failure.cause
         return reports
@@ -297,15 +312,19 @@ class CheckpointManager:
         with self._lock:
             self._check_usable()
             self._settle_quietly()
+            started = time.perf_counter()
             skipped: list[tuple[int, RestoreError]] = []
             # Listed anew each time: beside a trainer, a step that goes while it is read has a
             # successor.
             while (step := self._newest_but({step for step, _ in skipped})) is not None:
+                began = time.perf_counter()
                 try:
                     result = self._restore(step, abstract_state, None, items, progress, service)
-                except (TemplateMismatch, FormatTooNew):
-                    raise
-                except RestoreError as error:
+                except Exception as error:
+                    if not isinstance(error, RestoreError) or _asks_for_else(error):
+                        self._tell_failure("restore", step, error, began)
+                        raise
+                    self._tell_failure("skip", step, error, began)
                     skipped.append((step, error))
                     warnings.warn(
                         f"step {step} is skipped, it is not intact: {error}", stacklevel=2
@@ -313,11 +332,13 @@ class CheckpointManager:
                     continue
                 return dataclasses.replace(result, skipped=tuple(skipped))
             if skipped:
-                raise NoIntactStep(
+                error = NoIntactStep(
                     f"{self._root.path}: expected an intact step, found {len(skipped)} steps and "
                     f"none intact, the newest because {skipped[0][1]}; copy the directory back "
                     "from a backup, or start again in an empty one"
                 )
+                self._tell_failure("restore", None, error, started)
+                raise error
             return None
 
     def restore(
@@ -348,7 +369,25 @@ class CheckpointManager:
         with self._lock:
             self._check_usable()
             self._settle_quietly()
-            return self._restore(step, abstract_state, tables, items, progress)
+            started = time.perf_counter()
+            try:
+                return self._restore(step, abstract_state, tables, items, progress)
+            except Exception as error:
+                self._tell_failure("restore", step, error, started)
+                raise
+
+    def check_lease(self) -> None:
+        """Checks that no newer trainer has taken the directory, as every save does.
+
+        Raises:
+          FencedError: one has; it is named.
+        """
+        self._root.check_lease()
+
+    @property
+    def goes_on_from(self) -> int | None:
+        """The step that the next save must be above: the newest one, or an older one restored."""
+        return self.latest_step() if self._restored is None else self._restored
 
     def all_steps(self) -> list[int]:
         """Committed steps on disk, ascending."""
@@ -356,7 +395,7 @@ class CheckpointManager:
 
     def latest_step(self) -> int | None:
         """Newest committed step on disk, None where there is none."""
-        return max(self._root.steps(), default=None)
+        return self._root.newest_step()
 
     def close(self) -> None:
         """Waits for the saves in flight and gives the directory back.
@@ -407,8 +446,13 @@ class CheckpointManager:
             if failure is not None and isinstance(failure.cause, PeerMissing):
                 # Orbax would wait for that process on the training thread.
                 raise _save_failed(failure, None) from failure.cause
-            self._check_step(step)
-            saved = self._start(step, state, arguments, started)
+            try:
+                self._check_step(step)
+                saved = self._start(step, state, arguments, started)
+            except Exception as error:
+                if not _goes_on(error):
+                    self._tell_failure("save", step, error, started)
+                raise
         if failure is not None:
             raise _save_failed(failure, saved) from failure.cause
         return saved
@@ -421,7 +465,7 @@ class CheckpointManager:
         split = tables.split(state, self._tables)
         embeddings = Embeddings(
             split=split,
-            touched=split.touched if arguments.touched is None else arguments.touched,
+            touched=self._touched_rows(split, arguments.touched),
             lineage=self._lineage,
             options=PipelineOptions(
                 fsync=self._fsync,
@@ -458,18 +502,33 @@ class CheckpointManager:
             if self._peers.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
                 raise self._peers.named(f"starting the save of step {step}", error) from error
             raise
-        if isinstance(pending, RefusedSave):
-            self._in_flight = _InFlight(step, pending, 0.0, started)
-            assert pending.failure is not None
-            raise pending.failure
-        pending.wait_copied()
         flight = self._in_flight = _InFlight(step, pending, 0.0, started)
-        pending.proceed.set()
-        if self.options.base_snapshot == "block":
+        if isinstance(pending, RefusedSave):
+            assert pending.failure is not None
+            flight.told = True
+            raise pending.failure
+        try:
+            pending.wait_copied()
+        except BaseException as error:
+            flight.failure, flight.told = error, True
+            raise
+        finally:
+            pending.proceed.set()
+        if self.options.base_snapshot == "block" or _has_host_arrays(split):
             self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
+
+    def _touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
+        if self._tracker is None:
+            return split.touched if given is None else given
+        if given is not None:
+            raise OptionError(
+                'touched: expected none with tracking="fingerprints", which finds the rows by '
+                'itself, found a TouchState; leave it out, or use tracking="marks"'
+            )
+        return self._tracker.look(split.fields, split.layout)
 
     def _give_up(self, pending: PendingSave | RefusedSave) -> None:
         """Ends a save that failed; it stays the parent of the next where it was committed."""
@@ -550,7 +609,7 @@ class CheckpointManager:
                 self._orbax.wait_until_finished, timeout_secs, f"the save of {flight.step}"
             )
         except Exception as error:
-            if isinstance(error, WaitTimeout) and not isinstance(error, PeerMissing):
+            if _goes_on(error):
                 raise
             # Orbax raises what came last; what came first says why.
             cause = flight.failure or flight.pending.failure
@@ -568,6 +627,8 @@ class CheckpointManager:
                 self._root.collect(self._lineage.protected)
             except StorageError as error:
                 warnings.warn(f"what nothing needs could not be removed: {error}", stacklevel=4)
+        elif not flight.told:
+            self._tell_failure("save", flight.step, failure.cause, flight.started)
         return failure
 
     def _settle_quietly(self) -> None:
@@ -581,6 +642,7 @@ class CheckpointManager:
         report = flight.pending.report
         assert report is not None
         self._reports.append(report)
+        committed_ago_secs = time.perf_counter() - self._committed_at
         event = events.SaveEvent(
             step=flight.step,
             kind=report.intent.kind,
@@ -592,11 +654,26 @@ class CheckpointManager:
             ratio=report.bytes_written / max(1, report.base_bytes),
             blocked_secs=flight.blocked_secs,
             extract_secs=report.extract_secs,
+            encode_secs=report.encode_secs,
             write_secs=report.write_secs,
             digest_secs=report.digest_secs,
+            commit_secs=self._committed_at - flight.written_at,
             total_secs=self._committed_at - flight.started,
+            committed_unix_secs=time.time() - committed_ago_secs,
             tables=report.tables,
         )
+        events.emit(event, self._sinks)
+
+    def _tell_failure(
+        self,
+        operation: Literal["save", "restore", "skip"],
+        step: int | None,
+        error: Exception,
+        started: float,
+    ) -> None:
+        seconds = time.perf_counter() - started
+        process = processes.index()
+        event = events.FailureEvent.of(error, operation, step, process=process, seconds=seconds)
         events.emit(event, self._sinks)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
@@ -612,8 +689,8 @@ class CheckpointManager:
         peers = self._rendezvous(flight.step)
         try:
             if "async_write_complete" in key:
+                self._note_written()
                 commit.write_process_digests(peers.temporary, peers.process, fsync=self._fsync)
-                flight.written = True
                 if peers.process == 0:
                     peers.await_written()
             elif "async_commit_complete" in key:
@@ -632,6 +709,12 @@ class CheckpointManager:
         step_dir = self._root.step_dir(step)
         temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
         return pipeline.rendezvous(temporary, self.options.timeouts.peers_secs)
+
+    def _note_written(self) -> None:
+        """Called by Orbax's threads when all files of this process are written, and later."""
+        flight = self._in_flight
+        if flight is not None and not flight.written_at:
+            flight.written_at = time.perf_counter()
 
     def _note_failure(self, error: BaseException) -> None:
         """Called by Orbax's threads with what ended a save before its commit."""
@@ -665,23 +748,24 @@ class CheckpointManager:
         found: _Found | None = None
         error: Exception | None = None
         try:
-            source, problem = self._source(service)
-            found = self._find(step_dir, template, wanted, source, problem)
+            found = self._find(step_dir, template, wanted, service)
         except Exception as caught:
             error = self._gone(step_dir, caught)
         self._together(f"finding step {step}", error)
         assert found is not None
+        found_at = time.perf_counter()
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = self._peers.agree("choosing a save", own)
         loaded: _Loaded | None = None
         try:
-            self._check_stays(found.target, SaveId(*agreed))
             loaded = self._load(step, found, progress)
-            self._check_stays(found.target, loaded.tables.chain[-1].save_id)
+            read = loaded.tables.chain[-1].save_id
+            self._check_stays(found.target, SaveId(*agreed), read)
         except Exception as caught:
             error = self._gone(step_dir, caught)
         self._together(f"restoring step {step}", error)
         assert loaded is not None
+        read_at = time.perf_counter()
         merged, leaves = loaded.tables, loaded.dense
         extra: dict[str, Any] = {}
         if wanted is not None:
@@ -690,16 +774,26 @@ class CheckpointManager:
             state, fresh = self._joined(template, found.expected, merged, leaves)
             extra = self._restore_items(step, items)
             if items:
-                # All processes or none: each has looked at the step after its tables already.
-                self._together(f"restoring items of step {step}", self._moved_on(found.target))
+                try:
+                    self._check_stays(found.target)
+                except StepGone as gone:
+                    error = gone
+                self._together(f"restoring items of step {step}", error)
         if wanted is None and not self.options.read_only:
             run = self._peers.agree("a new run", new_run())
             # Each process may have read another chain to the step; all decide from one.
             sizes = self._peers.agree("what was read", [info.nbytes for info in merged.chain])
+            target_layout = merged.layout
+            if found.expected is not None and target_layout.has_rows_of(found.expected.layout):
+                # The state goes on in the template's containers, which need not be the saved ones.
+                target_layout = found.expected.layout
+            if self._tracker is not None:
+                kept = merged if template is None else tables.split(state, self._tables)
+                self._tracker.start(kept.fields, kept.layout)
             self._lineage.adopt(
                 merged.chain[-1],
                 step_dir,
-                merged.layout,
+                target_layout,
                 sizes=sizes,
                 restores=found.target.head.restores,
                 run=run,
@@ -723,32 +817,33 @@ class CheckpointManager:
             chain=result.chain,
             source=result.source,
             bytes_read=result.bytes_read,
-            seconds=result.seconds,
+            find_secs=found_at - started,
+            read_secs=read_at - found_at,
+            place_secs=started + result.seconds - read_at,
+            total_secs=result.seconds,
         )
         events.emit(event, self._sinks)
         return result
 
-    def _check_stays(self, target: StoredSave, found: SaveId) -> None:
+    def _check_stays(self, target: StoredSave, *others: SaveId) -> None:
         """Checks that a step is still the save that it was, wherever parts of it came from.
+
+        Args:
+          target: what was found at first.
+          others: what was found elsewhere.
 
         Raises:
           StepGone: it was removed, and another save may have its number.
         """
         wanted = target.info.save_id
         with contextlib.suppress(RestoreError):
-            if found == wanted == stored.read_save(target.step_dir, self._item).info.save_id:
+            now = stored.read_save(target.step_dir, self._item).info.save_id
+            if {now, *others} == {wanted}:
                 return
         raise StepGone(
             f"step directory {target.step_dir}: expected save id {wanted} to stay while it was "
             "read, found it removed or replaced; restore the newest step instead"
         )
-
-    def _moved_on(self, target: StoredSave) -> StepGone | None:
-        try:
-            self._check_stays(target, target.info.save_id)
-        except StepGone as error:
-            return error
-        return None
 
     def _source(
         self, service: RowSource | Literal["auto"] | None
@@ -766,15 +861,15 @@ class CheckpointManager:
         step_dir: Path,
         template: Any,
         rows: Mapping[str, tuple[int, int] | None] | None,
-        source: RowSource | None,
-        problem: ServiceError | None,
+        service: RowSource | Literal["auto"] | None,
     ) -> _Found:
         """A step, its chain unless it may come from a service, and what is wanted of it.
 
         Checks this process's share of the step's files.
         """
-        target = stored.read_save(step_dir, self._item)
+        source, problem = self._source(service)
         saves = None if source is not None else stored.read_chain(step_dir, self._item)
+        target = stored.read_save(step_dir, self._item) if saves is None else saves[-1]
         expected = None if template is None else tables.split(template, self._tables)
         wanted = None
         if rows is not None:
@@ -889,6 +984,13 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         if not items:
             return {}
+        step_dir = self._root.step_dir(step)
+        missing = [name for name in items if not (step_dir / name).exists()]
+        if missing:
+            raise TemplateMismatch(
+                f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
+                f"without {', '.join(missing)}; restore without them"
+            )
         found = self._orbax_restore(step, **dict(items))
         return {name: found[name] for name in items}
 
@@ -920,7 +1022,7 @@ class CheckpointManager:
             except Exception as caught:
                 error = caught
         text = None if error is None else f"{type(error).__name__}: {error}"
-        newest = max(root.steps(), default=None) if root is not None else None
+        newest = root.newest_step() if root is not None else None
         run, text, self._newest = self._peers.agree("opening", (new_run(), text, newest))
         if error is not None:
             raise error
@@ -940,8 +1042,7 @@ class CheckpointManager:
           RestoreError: another process could not restore this step; it is named.
           PeerFailed: another process could not go on at all; it is named.
         """
-        usual = isinstance(error, RestoreError)
-        fatal = fatal or not usual or isinstance(error, (TemplateMismatch, FormatTooNew))
+        fatal = fatal or not isinstance(error, RestoreError) or _asks_for_else(error)
         failures = self._peers.failures(what, error, fatal=error is not None and fatal)
         worst = [failure for failure in failures if failure.fatal] or failures
         if error is not None and (fatal or not worst[0].fatal):
@@ -989,6 +1090,7 @@ class CheckpointManager:
                 temporary_path_class=commit.temporary_path_class(
                     fsync=self._fsync,
                     item=self._item,
+                    begun=self._note_written,
                     check=self._root.check_lease,
                     committed=self._note_commit,
                     failed=self._note_failure,
@@ -1087,6 +1189,25 @@ class _Loaded:
 class _Failure:
     step: int
     cause: Exception
+
+
+def _has_host_arrays(split: Split) -> bool:
+    """Whether a table or slot can be changed in place while a base is written."""
+    return any(
+        not isinstance(leaf, jax.Array)
+        for fields in split.fields.values()
+        for leaf in fields.values()
+    )
+
+
+def _asks_for_else(error: RestoreError) -> bool:
+    """Whether the step is intact, so that an older one would not do either."""
+    return isinstance(error, (TemplateMismatch, FormatTooNew))
+
+
+def _goes_on(error: Exception) -> bool:
+    """Whether only a wait ran out, and the save that was waited for goes on."""
+    return isinstance(error, WaitTimeout) and not isinstance(error, PeerMissing)
 
 
 def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:

@@ -219,6 +219,21 @@ class Layout:
     dense: tuple[DenseLeaf, ...]
     tracking_paths: tuple[KeyPath, ...]
 
+    def has_rows_of(self, other: Layout) -> bool:
+        """Whether the tables and slots of another layout are those of this one, by their names.
+
+        The types of the containers around them may differ: a state that was imported as plain
+        dicts is restored into a ``TrainState``.
+        """
+        return self.groups == other.groups and [_table_by_name(table) for table in self.tables] == [
+            _table_by_name(table) for table in other.tables
+        ]
+
+
+def _table_by_name(table: TableEntry) -> tuple[Any, ...]:
+    leaves = {field: path_name(path) for field, path in table.leaves.items()}
+    return table.name, table.group, table.offset, table.rows, leaves
+
 
 #: A share of the rows of each table is counted in these.
 WHOLE_SHARE = 1 << 32
@@ -336,6 +351,11 @@ def cover(
     )
 
 
+def path_name(path: KeyPath) -> str:
+    """A path as text: its steps joined with '/'."""
+    return "/".join(str(step) for _, step in path)
+
+
 def width(trailing: tuple[int, ...]) -> int:
     """Columns of a field: the length of its second axis, 1 where it has none."""
     return trailing[0] if trailing else 1
@@ -380,8 +400,10 @@ def from_bytes(
         if not isinstance(head, dict) or head.get("format") != magic:
             raise ValueError("no such magic")
         version, crc, body = head["version"], head["crc32c"], head["body"]
-        if not isinstance(version, int):
+        if not isinstance(version, int) or version < 1:
             raise ValueError("no version")
+        if not isinstance(crc, int) or not isinstance(body, bytes):
+            raise ValueError("no checksum of a body")
     except Exception as error:
         raise Damaged(name, f"a {magic} record", f"{len(data)} other bytes ({error})") from error
     if version > FORMAT_VERSION:

@@ -14,6 +14,7 @@ Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
 BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
+Tracking = Literal["marks", "fingerprints"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class ManagerOptions:
     """How a CheckpointManager saves.
 
     Attributes:
+      tracking: how touched rows are known: ``"marks"``: by a ``TouchState`` in the state, or given
+        to ``save()``; ``"fingerprints"``: the manager itself hashes each row with its slots at
+        every save, and compares; 12 bytes per row on the devices, and no line in the training step.
       policy: base or delta.
       bases: ``"periodic"``: the policy's bounds make the trainer write a base now and then;
         ``"compacted"``: later bases are left to compaction, by the service or ``deltackpt
@@ -65,7 +69,8 @@ class ManagerOptions:
         whether it is free, and so wait for it on the training thread.
       base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
         ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
-        ``"block"`` returns when the tables have been written, and needs no memory.
+        ``"block"`` returns when the tables have been written, and needs no memory; so does
+        ``"hold"`` where one of them is a numpy array, which may change in place.
       staging_bytes: host memory for the rows of deltas in flight. A delta that needs more is
         held like a base.
       timeouts: limits of all waits.
@@ -74,6 +79,7 @@ class ManagerOptions:
         all processes make and use it.
     """
 
+    tracking: Tracking = "marks"
     policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
     bases: Bases = "periodic"
     retention: int | PreservationPolicy | None = None
@@ -87,6 +93,7 @@ class ManagerOptions:
 
     def __post_init__(self) -> None:
         for name, known in (
+            ("tracking", ("marks", "fingerprints")),
             ("bases", ("periodic", "compacted")),
             ("durability", ("power", "process")),
             ("when_busy", ("wait", "skip", "coalesce")),

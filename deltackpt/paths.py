@@ -8,10 +8,9 @@ dropped. ``None`` and empty containers count as leaves, so that a split loses no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,14 +19,12 @@ import numpy as np
 from jax import tree_util
 
 from deltackpt.errors import OptionError, TableSelectionError
-from deltackpt.manifest import KeyEntry, KeyPath
+from deltackpt.globs import listed, matches
+from deltackpt.manifest import KeyEntry, KeyPath, path_name
 
 #: A glob over '/'-joined paths ("*" stays within one step, "**" crosses them), a compiled
 #: pattern that must match a whole path, several of either, or a predicate of (path, leaf).
 Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Any], bool]
-
-#: How many paths an error lists before it says how many more there are.
-_LISTED = 40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,50 +100,6 @@ def _entry(key: Any) -> KeyEntry:
         # Old-style registrations (FrozenDict's ancestors) give an int here, some a name.
         return ("flat", key.key if isinstance(key.key, (str, int)) else str(key.key))
     return ("attr", str(key))
-
-
-def path_name(path: KeyPath) -> str:
-    """A path as text: its steps joined with '/'."""
-    return "/".join(str(step) for _, step in path)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names one per line for an error message, the first few where there are many."""
-    names = sorted(names)
-    lines = [f"  {name}" for name in names[:_LISTED]]
-    if len(names) > _LISTED:
-        lines.append(f"  ... and {len(names) - _LISTED} more")
-    return "\n".join(lines) if lines else "  (none)"
-
-
-@functools.lru_cache(maxsize=1024)
-def _glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a path glob."""
-    out, position = [], 0
-    while position < len(pattern):
-        rest = pattern[position:]
-        if rest.startswith("**/"):
-            out.append("(?:.*/)?")
-            position += 3
-        elif rest.startswith("**"):
-            out.append(".*")
-            position += 2
-        elif rest[0] == "*":
-            out.append("[^/]*")
-            position += 1
-        elif rest[0] == "?":
-            out.append("[^/]")
-            position += 1
-        else:
-            out.append(re.escape(rest[0]))
-            position += 1
-    return re.compile("".join(out), re.DOTALL)
-
-
-def matches(pattern: str | re.Pattern[str], name: str) -> bool:
-    """Whether a path's text matches one glob or compiled pattern, from end to end."""
-    compiled = _glob(pattern) if isinstance(pattern, str) else pattern
-    return compiled.fullmatch(name) is not None
 
 
 def check_select(select: Any) -> None:

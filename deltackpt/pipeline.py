@@ -97,7 +97,7 @@ class Embeddings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What the background half of a save did; seconds are wall time.
+    """What the background half of a save did; its stages are those of ``events.SaveEvent``.
 
     ``rows``, ``bytes_written`` and ``tables`` are of this process's part, ``base_bytes`` is what
     all rows of tables and slots take unencoded.
@@ -109,6 +109,7 @@ class SaveReport:
     bytes_written: int
     base_bytes: int
     extract_secs: float
+    encode_secs: float
     write_secs: float
     digest_secs: float
     tables: tuple[events.TableFigures, ...]
@@ -142,6 +143,7 @@ class PendingSave:
         self._copied: list[Copying | Dispatched | Landed] | None = None
         self._staging = staging
         self._extract_secs = extract_secs
+        self._encoding = encode.BusyClock()
         self._owned = owned
         self._layout = embeddings.split.layout
         if copied is not None:
@@ -150,10 +152,16 @@ class PendingSave:
 
     def wait_copied(self) -> None:
         """Returns when copied rows have left the training state; a held state has not yet."""
-        if self._copied is not None:
-            for block in self._copied:
-                if not isinstance(block, Landed):
-                    block.wait()
+        if self._copied is not None and not self.released.is_set():
+            started = time.perf_counter()
+            try:
+                for block in self._copied:
+                    if not isinstance(block, Landed):
+                        block.wait()
+            except BaseException as error:
+                self.failure = error  # Nothing is written of it.
+                raise
+            self._extract_secs += time.perf_counter() - started
             self.released.set()
 
     def write(self, item_dir: Path) -> SaveReport:
@@ -172,6 +180,8 @@ class PendingSave:
         self.proceed.wait(_PROCEED_SECS)
         peers = rendezvous(item_dir.parent, self._embeddings.options.peers_secs)
         try:
+            if self.failure is not None:
+                raise self.failure
             return self._write(item_dir, peers)
         except BaseException as error:
             self.failure = error
@@ -182,6 +192,7 @@ class PendingSave:
         started = time.perf_counter()
         try:
             self._land()
+            landed = time.perf_counter()
             segments, chunks = self._write_segments(item_dir, peers.process)
         finally:
             self._release()
@@ -193,8 +204,9 @@ class PendingSave:
             total_rows=sum(group.rows for group in self._layout.groups),
             bytes_written=nbytes,
             base_bytes=base_bytes(self._layout.groups),
-            extract_secs=self._extract_secs,
-            write_secs=written - started,
+            extract_secs=self._extract_secs + landed - started,
+            encode_secs=self._encoding.seconds,
+            write_secs=written - landed - self._encoding.seconds,
             digest_secs=time.perf_counter() - written,
             tables=stored.table_figures(self._layout.groups, self._layout.tables, segments),
         )
@@ -282,7 +294,10 @@ class PendingSave:
         )
 
     def _pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
-        """Rows of a field in order, in pieces that suit the codec."""
+        """Rows of a field in order, in pieces that suit the codec; the work on them is timed."""
+        return self._encoding.over(self._untimed_pieces(number, field, codec))
+
+    def _untimed_pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
         source = self._segments[number].fields[field]
         chunk_rows = max(1, PIECE_BYTES // max(1, source.row_bytes))
         on_host = encode.piece_rows(source.trailing)

@@ -134,6 +134,7 @@ def fill(
     numbers: RowNumbers | None = None,
     scratch: Staging | None = None,
     readers: int = _READERS,
+    over_parent: bool = False,
 ) -> int:
     """Reads and merges a chain into buffers; where it raises, they hold anything.
 
@@ -144,6 +145,7 @@ def fill(
       numbers: gives the row numbers of segments; by default they are read.
       scratch: memory for what is read on the way, kept for the next call.
       readers: threads that read and decode, each a piece at a time.
+      over_parent: whether the buffers hold the parent of the first save, which may be a delta.
 
     Returns:
       How many bytes of stored arrays were read.
@@ -156,7 +158,8 @@ def fill(
     with concurrent.futures.ThreadPoolExecutor(readers, "deltackpt-read") as pool:
         try:
             work = list(pool.map(lambda save: pieces(save, targets, numbers), saves))
-            check_covered(saves[0], targets, work[0])
+            if not over_parent:
+                check_covered(saves[0], targets, work[0])
             meter = _Meter(sum(piece.nbytes for found in work for piece in found), progress)
             for found in work:
                 for future in [pool.submit(piece.run, meter, scratch) for piece in found]:
@@ -531,13 +534,22 @@ def check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) -> 
 
 def stored_rows(part: StoredPart, segment: Segment, targets: Targets) -> HeldRows | None:
     """The rows of a segment, checked against its group; None where none of them is wanted."""
+    if segment.ranges is None and not targets.want(segment, (0, part.groups[segment.group].rows)):
+        return None
+    return HeldRows(segment_rows(part, segment))
+
+
+def segment_rows(part: StoredPart, segment: Segment) -> Rows:
+    """The rows of a segment, checked against its group.
+
+    Raises:
+      Damaged: row numbers are missing or altered.
+    """
     total = part.groups[segment.group].rows
     if segment.ranges is not None:
-        return HeldRows(blocks.rows_of(segment.ranges))
-    if not targets.want(segment, (0, total)):
-        return None
+        return blocks.rows_of(segment.ranges)
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
     out = np.empty(entry.shape, np.dtype(entry.dtype))
     part.read_array(segment, entry, 0, entry.shape[0], out)
     name = "/".join(part.directory(segment, entry).parts[-5:])
-    return HeldRows(gaps.decode_gaps(out, total_rows=total, name=name))
+    return gaps.decode_gaps(out, total_rows=total, name=name)

@@ -31,7 +31,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltackpt import chain, layout, manifest, stored
@@ -40,6 +40,8 @@ from deltackpt.errors import (
     Damaged,
     FencedError,
     ForeignDirectory,
+    InUse,
+    OptionError,
     RestoreError,
     StorageError,
     UnsupportedRoot,
@@ -50,9 +52,10 @@ from deltackpt.storage import files
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
-_STEP = re.compile(r"0|[1-9][0-9]*")
 _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 _MAGIC = "deltackpt.lease"
+#: Orbax 0.12.8 looks for the parts of its dense files by a glob of the whole path.
+_PATTERN = frozenset("*?[")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,19 @@ class Lease:
     host: str
     pid: int
     since_secs: float
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether a process of its number runs; None where it is that of another host."""
+        if self.host != socket.gethostname():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # It is another user's.
+        return True
 
 
 class Root:
@@ -89,6 +105,7 @@ class Root:
         *,
         item: str = layout.EMBEDDINGS_ITEM,
         read_only: bool = False,
+        after_epoch: int | None = None,
     ) -> Root:
         """Opens a directory; a trainer makes it where needed, and takes its lease.
 
@@ -98,9 +115,11 @@ class Root:
           directory: a path of a local or network file system.
           item: name of our item in a step.
           read_only: no lease, nothing is made or removed.
+          after_epoch: take the lease only after this epoch, and from nobody else.
 
         Raises:
-          UnsupportedRoot: the path has a scheme.
+          InUse: another epoch than ``after_epoch`` holds the lease.
+          UnsupportedRoot: the path has a scheme, or characters that Orbax cannot save under.
           ForeignDirectory: it holds files, and nothing that deltackpt or Orbax wrote.
           OutOfSpace: there is no room for the lease, leftovers removed.
           StorageError: it does not exist (read-only), or cannot be written.
@@ -120,9 +139,15 @@ class Root:
                 )
             _refuse_foreign(path)
             return cls(path, item, None)
+        if found := sorted(set(str(path)) & _PATTERN):
+            raise UnsupportedRoot(
+                f"{path}: expected a path without any of {sorted(_PATTERN)}, found {found}: Orbax "
+                "takes them for patterns and would commit steps whose dense leaves nobody can "
+                "read; give another path"
+            )
         _make_durable(path)
         _refuse_foreign(path)
-        root = cls(path, item, _claim_lease(path))
+        root = cls(path, item, _claim_lease(path, after_epoch))
         # Before the claim is signed: on a full file system the leftovers are what fills it.
         root.remove_leftovers()
         root._sign_lease()
@@ -134,7 +159,12 @@ class Root:
 
     def steps(self) -> list[int]:
         """Committed steps, in no order: one listing of the root."""
-        return [int(name) for name in _listing(self.path) if _STEP.fullmatch(name)]
+        numbers = map(layout.step_number, _listing(self.path))
+        return [number for number in numbers if number is not None]
+
+    def newest_step(self) -> int | None:
+        """Newest committed step, None where there is none."""
+        return max(self.steps(), default=None)
 
     def saves(self) -> dict[int, SaveInfo | None]:
         """What each committed step is; None where its manifest cannot be read.
@@ -185,6 +215,15 @@ class Root:
         for damage in check_step_files(step_dir, share):
             raise damage
 
+    def newest_lease(self) -> Lease | None:
+        """The lease of the newest epoch; None where nobody ever took one.
+
+        Raises:
+          Damaged: it was not signed, or is altered.
+        """
+        newest = max(epochs(self.path), default=None)
+        return None if newest is None else read_lease(self.path / layout.lease_name(newest))
+
     def check_lease(self) -> None:
         """Checks that no newer trainer has taken the directory; called before every commit.
 
@@ -193,11 +232,11 @@ class Root:
         """
         if self._lease is None:
             return
-        newest = max(_epochs(self.path), default=0)
+        newest = max(epochs(self.path), default=0)
         if newest == self._lease.epoch:
             return
         if newest > self._lease.epoch:
-            found = f"epoch {newest} held by {_read_lease(self.path, newest)}"
+            found = f"epoch {newest} held by {_holder(self.path, newest)}"
         else:
             found = "its file removed, so that another trainer may hold the directory unseen"
         raise FencedError(
@@ -244,12 +283,13 @@ class Root:
         """Compacted bases of later steps go with these, so that they stay whole."""
         bases = stored.compacted_bases(self.path, self._item)
         for name in bases:
-            if _STEP.fullmatch(name) and int(name) > step:
+            number = layout.step_number(name)
+            if number is not None and number > step:
                 target = layout.compacted_dir(aside / name, self._item)
                 with files.typed_errors(target, "make a directory"):
                     target.parent.mkdir(parents=True, exist_ok=True)
                 files.rename(
-                    layout.compacted_dir(self.step_dir(int(name)), self._item), target, fsync=True
+                    layout.compacted_dir(self.step_dir(number), self._item), target, fsync=True
                 )
 
     def remove_leftovers(self) -> None:
@@ -264,7 +304,7 @@ class Root:
         except FencedError:
             return
         for name in _listing(self.path):
-            if _LEFTOVER.fullmatch(name):
+            if is_leftover(name):
                 # Never committed, so nobody reads it; removing it in place works on a full disk.
                 files.remove_tree(self.path / name)
         self.empty_trash()
@@ -378,14 +418,63 @@ def _make_durable(path: Path) -> None:
 
 def _refuse_foreign(path: Path) -> None:
     names = {name for name in _listing(path) if not name.startswith(".")}
-    if names and not any(_is_known(name) for name in names):
+    if is_step_dir(path, names):
+        raise ForeignDirectory(
+            f"{path}: expected a directory of steps, found a step; give {path.parent}, and "
+            f"{path.name} as the step"
+        )
+    if names and not any(is_known(name) for name in names):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found "
-            f"{sorted(names)[:5]}; give a directory of its own"
+            f"{sorted(names)[:5]}; give the directory of the steps, or an empty one"
         )
 
 
-def _is_known(name: str) -> bool:
+def is_step_dir(path: Path, names: Iterable[str]) -> bool:
+    """Whether a directory, whose entries are given, is a step and no root of steps."""
+    return layout.STEP_DIGESTS in names or any(
+        (path / name / layout.manifest_name(0)).exists() for name in names if not is_known(name)
+    )
+
+
+def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> str:
+    """Name of our item in the steps of a directory: that of the newest step.
+
+    Args:
+      directory: root of the steps.
+      wanted: the name where the caller knows it; it is checked.
+
+    Returns:
+      The name; the default one where there is no step, or none of ours in it.
+
+    Raises:
+      OptionError: the newest step holds other items of ours, or several.
+      ForeignDirectory, StorageError, UnsupportedRoot: as ``Root.open`` read-only.
+    """
+    opened = Root.open(directory, read_only=True)
+    newest = opened.newest_step()
+    found: list[str] = []
+    if newest is not None:
+        step_dir = opened.step_dir(newest)
+        with files.typed_errors(step_dir, "read"):
+            paths = step_dir.glob(f"*/{layout.manifest_name(0)}")
+            found = sorted(path.parent.name for path in paths)
+    if wanted is None and len(found) < 2:
+        return found[0] if found else layout.EMBEDDINGS_ITEM
+    if wanted is not None and (not found or wanted in found):
+        return wanted
+    raise OptionError(
+        f"{opened.path}: expected one item that deltackpt wrote in step {newest}"
+        f"{'' if wanted is None else f', {wanted!r},'} found {found}; name one of them"
+    )
+
+
+def is_leftover(name: str) -> bool:
+    """Whether it is the name of a save that was cut off, or is under way."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def is_known(name: str) -> bool:
     """Whether deltackpt, Orbax or mkfs makes such a name in a root."""
     return (
         name
@@ -394,27 +483,34 @@ def _is_known(name: str) -> bool:
             layout.TRASH,
             layout.COMPACTED,
             "lost+found",
-            "_CHECKPOINT_METADATA",
+            layout.STEP_METADATA,
         )
         or layout.lease_epoch(name) is not None
-        or _STEP.fullmatch(name) is not None
-        or _LEFTOVER.fullmatch(name) is not None
+        or layout.step_number(name) is not None
+        or is_leftover(name)
     )
 
 
-def _epochs(path: Path) -> Iterator[int]:
+def epochs(path: Path) -> Iterator[int]:
+    """Epochs of the leases of a directory, in no order."""
     for name in _listing(path):
         epoch = layout.lease_epoch(name)
         if epoch is not None:
             yield epoch
 
 
-def _claim_lease(path: Path) -> Lease:
+def _claim_lease(path: Path, after_epoch: int | None) -> Lease:
     """Takes the epoch after the newest; its name is on disk afterwards, its contents are not."""
     while True:
-        older = sorted(_epochs(path))
+        older = sorted(epochs(path))
+        newest = older[-1] if older else 0
+        if after_epoch not in (None, newest):
+            raise InUse(
+                f"{path}: expected its lease at epoch {after_epoch}, found epoch {newest}: a "
+                "trainer started meanwhile; it collects by itself"
+            )
         lease = Lease(
-            epoch=(older[-1] if older else 0) + 1,
+            epoch=newest + 1,
             holder=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -426,7 +522,7 @@ def _claim_lease(path: Path) -> Lease:
             except FileExistsError:
                 continue
             files.fsync_path(path)
-        if max(_epochs(path), default=0) > lease.epoch:
+        if max(epochs(path), default=0) > lease.epoch:
             # The listing was old: a later epoch was taken, and removed the name of this one.
             continue
         with files.typed_errors(path, "remove older leases"):
@@ -435,10 +531,18 @@ def _claim_lease(path: Path) -> Lease:
         return lease
 
 
-def _read_lease(path: Path, epoch: int) -> str:
-    file = path / layout.lease_name(epoch)
+def read_lease(path: Path) -> Lease:
+    """Reads who holds a directory from the file of the lease.
+
+    Raises:
+      Damaged: it was not signed, or is altered.
+    """
+    return manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
+
+
+def _holder(path: Path, epoch: int) -> str:
     try:
-        lease = manifest.from_bytes(files.read_bytes(file), Lease, name=file.name, magic=_MAGIC)
+        lease = read_lease(path / layout.lease_name(epoch))
     except Damaged:
         return "a trainer that is starting, or was killed while it did"
     return (

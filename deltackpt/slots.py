@@ -17,6 +17,7 @@ from typing import Any
 
 from deltackpt import paths
 from deltackpt.errors import TableSelectionError
+from deltackpt.manifest import path_name
 from deltackpt.paths import Flat
 
 #: A node of the tree of canonical paths: step text to child; a leaf is its position.
@@ -121,8 +122,8 @@ def _trie(flat: Flat, positions: Sequence[int]) -> Node:
             child = node.setdefault(step, {})
             if isinstance(child, int):
                 raise TableSelectionError(
-                    f"{paths.path_name(flat.paths[i])}: another leaf stands on the way to it, "
-                    f"at {paths.path_name(flat.paths[child])}; rename one of the two keys"
+                    f"{path_name(flat.paths[i])}: another leaf stands on the way to it, "
+                    f"at {path_name(flat.paths[child])}; rename one of the two keys"
                 )
             node = child
         node[last] = i

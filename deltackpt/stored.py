@@ -356,8 +356,8 @@ def read_chain(
         except RestoreError as error:
             # What is missing may have been replaced by a base after it had been looked for.
             if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
-                if isinstance(error, BrokenChain):
-                    raise_if_removed((read_save(step_dir, item),), error)
+                if isinstance(error, (BrokenChain, Damaged)):
+                    _raise_if_step_removed(step_dir, error)
                 raise
     raise StepGone(
         f"step directory {step_dir}: expected a chain that stays while it is read, found it "
@@ -452,16 +452,41 @@ def _walked(step_dir: Path, item: str, usable: Callable[[Path], bool]) -> tuple[
 
 
 def raise_if_removed(saves: Sequence[StoredSave], cause: RestoreError) -> None:
-    """Raises StepGone where a step of the chain vanishes within a moment.
+    """Raises StepGone where a save of the chain vanishes within a moment, or another stands there.
 
     Retention removes a chain step by step, so a missing parent may precede its children's end.
     """
     for check in range(_GONE_CHECKS):
         for save in saves:
             if not save.item_dir.is_dir():
-                raise StepGone(
-                    f"step directory {save.step_dir}: expected it to stay while it was read, "
-                    "found it removed; restore the newest step instead"
-                ) from cause
+                raise _gone(save.step_dir) from cause
         if check + 1 < _GONE_CHECKS:
             time.sleep(_GONE_INTERVAL_SECS)
+    for save in saves:
+        if _is_another(save):
+            raise _gone(save.step_dir) from cause
+
+
+def _raise_if_step_removed(step_dir: Path, cause: RestoreError) -> None:
+    """Raises StepGone where a step vanishes within a moment."""
+    for check in range(_GONE_CHECKS):
+        if not step_dir.is_dir():
+            raise _gone(step_dir) from cause
+        if check + 1 < _GONE_CHECKS:
+            time.sleep(_GONE_INTERVAL_SECS)
+
+
+def _gone(step_dir: Path) -> StepGone:
+    return StepGone(
+        f"step directory {step_dir}: expected it to stay while it was read, found it removed or "
+        "replaced; restore the newest step instead"
+    )
+
+
+def _is_another(save: StoredSave) -> bool:
+    """Whether another save stands where a save was, as after a rollback."""
+    try:
+        data = files.read_bytes(save.item_dir / layout.manifest_name(0))
+        return manifest.from_bytes(data, name=save.name).save_id != save.info.save_id
+    except (RestoreError, OSError):
+        return False

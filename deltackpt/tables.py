@@ -21,8 +21,8 @@ from deltackpt import blocks, paths, slots
 from deltackpt import touched as tracking
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
 from deltackpt.groups import CodecOption, TableFields, group_tables
-from deltackpt.manifest import DenseLeaf, KeyPath, Layout
-from deltackpt.paths import Flat, Select, path_name
+from deltackpt.manifest import DenseLeaf, KeyPath, Layout, path_name
+from deltackpt.paths import Flat, Select
 from deltackpt.policy import CodecChoice
 from deltackpt.touched import TouchState
 

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from deltackpt import paths, slots
 from deltackpt.bits import any_in_row, away_from_zero, bits, width
 from deltackpt.errors import TableSelectionError, TrackingError
-from deltackpt.manifest import KeyPath
+from deltackpt.manifest import KeyPath, path_name
 from deltackpt.paths import Flat, Select
 
 #: The clock stops here; a save that sees it takes a base.
@@ -198,7 +198,7 @@ def track(
 
     def init_fn(params: optax.Params) -> TrackState:
         flat = _flatten(params)
-        chosen = {paths.path_name(flat.paths[i]): flat.leaves[i] for i in _chosen(flat, select)}
+        chosen = {path_name(flat.paths[i]): flat.leaves[i] for i in _chosen(flat, select)}
         return TrackState(touched=init(chosen), inner=inner.init(params))
 
     def update_fn(
@@ -331,7 +331,7 @@ def _chosen(flat: Flat, select: Select) -> list[int]:
     """Positions of the tables among the leaves of params; checked."""
     chosen = paths.choose(select, flat.paths, flat.leaves)
     faults = [
-        f"{paths.path_name(flat.paths[i])} {fault}"
+        f"{path_name(flat.paths[i])} {fault}"
         for i in chosen
         if (fault := paths.table_fault(flat.leaves[i]))
     ]
@@ -357,7 +357,7 @@ def _changed_rows(
     for i in chosen:
         update = update_of.get(flat.paths[i])
         table = jnp.asarray(flat.leaves[i])
-        flags[paths.path_name(flat.paths[i])] = (
+        flags[path_name(flat.paths[i])] = (
             [] if paths.is_empty(update) else [_moved(table, jnp.asarray(update))]
         )
     tree = {"params": params, "opt_state": old}
@@ -369,7 +369,7 @@ def _changed_rows(
     for slot in slots.find_slots(both, tables, optimizer):
         if slots.is_always(slot, always):
             continue
-        name = paths.path_name(both.paths[slot.table][1:])
+        name = path_name(both.paths[slot.table][1:])
         before, now = jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf])
         flags[name].append(bits(before) != bits(now))
     return {name: _any_in_row(arrays) for name, arrays in flags.items() if arrays}

@@ -370,19 +370,22 @@ class Worker:
             self._marks = _marked(self._marks, self._model.changed(self._step))
         self._state = self._place.placed(self._model.at(self._step))
 
+    def _given(self) -> touched.TouchState | None:
+        return self._marks if self._manager.options.tracking == "marks" else None
+
     def next_save(self) -> dict[str, Any]:
         """What the next save would be."""
-        decision = self._manager.next_save(self._state, touched=self._marks)
+        decision = self._manager.next_save(self._state, touched=self._given())
         return dataclasses.asdict(decision)
 
     def save(self, **arguments: Any) -> dict[str, Any]:
         """Saves the state."""
-        saved = self._manager.save(self._step, self._state, touched=self._marks, **arguments)
+        saved = self._manager.save(self._step, self._state, touched=self._given(), **arguments)
         return {"step": saved.step, "kind": saved.kind, "reason": saved.reason}
 
     def save_if_due(self) -> dict[str, Any]:
         """Saves the state where that is due."""
-        saved = self._manager.save_if_due(self._step, self._state, touched=self._marks)
+        saved = self._manager.save_if_due(self._step, self._state, touched=self._given())
         return {"kind": saved and saved.kind, "step": saved and saved.step}
 
     def wait(self) -> dict[str, Any]:

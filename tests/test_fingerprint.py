@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,9 +17,17 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import deltackpt
 from deltackpt import touched
-from deltackpt.errors import TrackingError
-from deltackpt.fingerprint import changed_rows, fingerprint, fingerprints, verify_tracking
+from deltackpt.errors import OptionError, SaveFailed, TrackingError
+from deltackpt.fingerprint import (
+    RowTracker,
+    changed_rows,
+    fingerprint,
+    fingerprints,
+    verify_tracking,
+)
+from deltackpt.storage import arrays
 from deltackpt.tables import Tables, split
 
 DTYPES = [
@@ -192,3 +202,211 @@ def test_track_stands_the_proof(optimizer):
         after = split(state, TABLES)
         assert after.touched is not None
         verify_tracking(before, after.fields, after.touched, clock, after.layout)
+
+
+# What the manager does with tracking="fingerprints".
+
+PLACES = [P("rows", "columns"), P("rows"), P(None, "columns"), P(), "device", "host"]
+
+
+def placed(array: np.ndarray, place, axis_type=AxisType.Auto):
+    if place == "host":
+        return array.copy()
+    if place == "device":
+        return jax.device_put(array, jax.devices()[-1])
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
+    spec = P(*place[: array.ndim])
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def look(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str, list[int]]]:
+    """The clock of a look, and the rows stamped with it."""
+    state = {"tables": tables, "slots": slots}
+    parts = split(state, Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}}))
+    found = tracker.look(parts.fields, parts.layout)
+    clock = int(found.clock)
+    return clock, {
+        name.removeprefix("tables/"): np.flatnonzero(np.asarray(stamps) == clock).tolist()
+        for name, stamps in found.stamps.items()
+    }
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_look_stamps_the_rows_that_changed_wherever_the_tables_are(axis_type, place):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    tracker = RowTracker()
+    table, slot = np.zeros((64, 4), np.float32), np.zeros(64, np.float32)
+    clock, rows = look(tracker, {"a": placed(table, place, axis_type)}, {"a": slot})
+    assert (clock, rows["a"]) == (1, list(range(64)))
+    table[[3, 60], 1] = -0.0
+    slot[7] = 1
+    # Then they are moved as they are.
+    for clock, where, expected in [(2, place, [3, 7, 60]), (3, "device", []), (4, P("rows"), [])]:
+        tables = {"a": placed(table, where, axis_type)}
+        assert look(tracker, tables, {"a": slot}) == (clock, {"a": expected})
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float64, np.complex128])
+@pytest.mark.parametrize("part", ["tables", "slots"])
+def test_64_bit_numbers_of_the_host_count_with_all_their_bits(dtype, part):
+    tracker = RowTracker()
+    state = {"tables": {"a": jnp.ones((3, 2))}, "slots": {"a": np.ones((3, 2))}}
+    state[part]["a"] = np.ones((3, 2), dtype)
+    look(tracker, **state)
+    # What 32 bits would not show.
+    more = 1e-12 if np.issubdtype(dtype, np.inexact) else 1 << 32
+    before = fingerprint(state[part]["a"])
+    state[part]["a"][1, 1] += dtype(more)
+    assert look(tracker, **state)[1] == {"a": [1]}
+    assert changed_rows(before, fingerprint(state[part]["a"])).tolist() == [1]
+
+
+def test_a_slot_may_be_cut_along_other_rows_than_its_table():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    tracker = RowTracker()
+    table, slot = np.zeros((64, 4), np.float32), np.zeros(64, np.float32)
+    for expected in (list(range(64)), [9]):
+        tables = {"a": placed(table, P("rows"), AxisType.Explicit)}
+        slots = {"a": placed(slot, P("columns"), AxisType.Explicit)}
+        assert look(tracker, tables, slots)[1] == {"a": expected}
+        slot = slot + np.eye(64, dtype=np.float32)[9]
+
+
+def test_rows_of_new_and_of_grown_tables_all_count_as_touched():
+    tracker = RowTracker()
+    one, two = np.zeros((3, 2), np.float32), np.zeros((2, 2), np.float32)
+    look(tracker, {"a": one}, {"a": one})
+    assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1] == {"a": [], "b": [0, 1]}
+    # And of one that went away for a while: nobody knows what it was meanwhile.
+    assert look(tracker, {"b": two}, {"b": two})[1] == {"b": []}
+    assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1]["a"] == [0, 1, 2]
+    grown = np.zeros((4, 2), np.float32)
+    assert look(tracker, {"a": grown, "b": two}, {"a": grown, "b": two})[1]["a"] == [0, 1, 2, 3]
+
+
+TRACKED = {"embeddings": Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}})}
+
+
+def tracked(root, **options) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root,
+        handlers=TRACKED,
+        options=deltackpt.ManagerOptions(tracking="fingerprints", **options),
+    )
+
+
+def trained(state: dict, rows: list[int]) -> dict:
+    ids = jnp.asarray(rows)
+    return {
+        "tables": {"a": jnp.asarray(state["tables"]["a"]).at[ids].add(1)},
+        "slots": {"a": jnp.asarray(state["slots"]["a"]).at[ids].add(1)},
+        "bias": jnp.asarray(state["bias"]) + 1,
+    }
+
+
+def initial() -> dict:
+    return {
+        "tables": {"a": jnp.zeros((1000, 4))},
+        "slots": {"a": jnp.zeros(1000)},
+        "bias": jnp.zeros(3),
+    }
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+def test_saves_hold_what_changed_without_any_mark_before_and_after_a_restore(
+    tmp_path, with_template
+):
+    state = initial()
+    with tracked(tmp_path) as manager:
+        manager.save(0, state)
+        assert [report.rows for report in manager.wait()] == [1000]
+        state = trained(state, [3, 999])
+        assert manager.next_save(state).kind == "delta"
+        assert manager.save(1, state).kind == "delta"
+        assert [report.rows for report in manager.wait()] == [2]
+    with tracked(tmp_path) as manager:
+        result = manager.restore_latest(initial() if with_template else None)
+        assert result is not None
+        state = trained(result.state, [7])
+        assert manager.save(2, state).kind == "delta"
+        assert [report.rows for report in manager.wait()] == [1]
+        # A rollback goes on from what was stored then.
+        result = manager.restore(1, initial())
+        state = trained(result.state, [8, 9])
+        with pytest.warns(UserWarning, match="later steps"):
+            assert manager.save(2, state).kind == "delta"
+        assert [report.rows for report in manager.wait()] == [2]
+        found = manager.restore_latest(initial())
+    assert found is not None
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+
+
+def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path):
+    state = initial()
+    with tracked(tmp_path) as manager:
+        manager.save(0, state)
+        manager.wait()
+        state = trained(state, [3])
+        with mock.patch.object(arrays, "write_array", side_effect=OSError(5, "injected")):
+            manager.save(1, state)
+            with pytest.raises(SaveFailed):
+                manager.wait()
+        state = trained(state, [4])
+        manager.save(2, state)
+        assert [report.rows for report in manager.wait()] == [2]
+        found = manager.restore_latest(initial())
+    assert found is not None
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+
+
+def test_a_touch_state_is_refused_where_the_manager_looks_for_itself(tmp_path):
+    with tracked(tmp_path) as manager, pytest.raises(OptionError, match="leave it out"):
+        manager.save(0, initial(), touched=touched.init({"tables/a": jnp.zeros((1000, 4))}))
+
+
+def test_a_touch_state_within_the_state_plays_no_part(tmp_path):
+    state = {**initial(), "touched": touched.init({"tables/a": jnp.zeros((1000, 4))})}
+    with tracked(tmp_path) as manager:
+        manager.save(0, state)
+        manager.save(1, {**trained(state, [5]), "touched": state["touched"]})
+        assert [report.rows for report in manager.wait()] == [1000, 1]
+
+
+def test_a_look_that_fails_is_taken_back(tmp_path):
+    """Else the rows that it has found would be in no save."""
+    state = initial()
+    with tracked(tmp_path) as manager:
+        manager.save(0, state)
+        manager.wait()
+        state = trained(state, [3])
+        with (
+            mock.patch.object(touched, "mark_rows", side_effect=MemoryError("injected")),
+            pytest.raises(MemoryError),
+        ):
+            manager.save(1, state)
+        state = trained(state, [4])
+        manager.save(2, state)
+        assert [report.rows for report in manager.wait()] == [2]
+        found = manager.restore_latest(initial())
+    assert found is not None
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
+
+
+@pytest.mark.parametrize("tracking", ["marks", "fingerprints"])
+def test_tables_of_the_host_may_change_in_place_as_soon_as_save_returns(tmp_path, tracking):
+    """Also after a restore, which gives numpy arrays where it has no template."""
+    table = np.zeros((400_000, 32), np.float32)
+    options = deltackpt.ManagerOptions(tracking=tracking)
+    with deltackpt.CheckpointManager(tmp_path, handlers=TRACKED, options=options) as manager:
+        state = {"tables": {"a": table}, "slots": {"a": np.zeros(400_000, np.float32)}}
+        manager.save(0, state)
+        table[-5:] = 1
+        restored = manager.restore(0)
+        assert not restored.state["tables"]["a"].any()
+        if tracking == "fingerprints":
+            restored.state["tables"]["a"][-7:] += 1
+            manager.save(1, restored.state)
+            assert [report.rows for report in manager.wait()][-1] == 7

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The invariants, against a model that keeps every state in memory.
 
-Random sequences of marks, saves, failed writes, abandoned processes, rollbacks, retention,
+Random sequences of marks or none, saves, failed writes, abandoned processes, rollbacks, retention,
 compactions and restores: whatever happens, each committed step restores to the state that was
 given to it, the newest committed step is the one that restores, and kept steps keep their chains.
 """
@@ -47,10 +47,12 @@ class ManagerMachine(RuleBasedStateMachine):
         staging_bytes=st.sampled_from([1, 1 << 24]),
         codec=st.sampled_from(["raw", "raw", "lossless", "adaptive4", "bf16"]),
         bases=st.sampled_from(["periodic", "compacted"]),
+        tracking=st.sampled_from(["marks", "fingerprints"]),
     )
-    def start(self, policy, retention, staging_bytes, codec, bases):
+    def start(self, policy, retention, staging_bytes, codec, bases, tracking):
         self.root = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.options = deltackpt.ManagerOptions(
+            tracking=tracking,
             policy=policy,
             bases=bases,
             retention=retention,
@@ -89,10 +91,13 @@ class ManagerMachine(RuleBasedStateMachine):
             self.seed += 1
             self.state, self.touched = model.train(self.state, self.touched, self.seed, rows=rows)
 
+    def marks(self) -> deltackpt.TouchState | None:
+        return self.touched if self.options.tracking == "marks" else None
+
     @rule(force_base=st.booleans())
     def save(self, force_base):
         self.step += 1
-        self.manager.save(self.step, self.state, touched=self.touched, force_base=force_base)
+        self.manager.save(self.step, self.state, touched=self.marks(), force_base=force_base)
         self.saved[self.step] = self.state
 
     @rule()
@@ -114,7 +119,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return real(*args, **kwargs)
 
         with mock.patch.object(arrays, "write_array", failing):
-            self.manager.save(self.step, self.state, touched=self.touched)
+            self.manager.save(self.step, self.state, touched=self.marks())
             try:
                 self.manager.wait()
                 self.saved[self.step] = self.state

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import deltackpt
+from deltackpt import events, pipeline
 from deltackpt.errors import (
     ClosedError,
     OptionError,
@@ -501,3 +503,53 @@ def test_a_failure_in_the_background_surfaces_once_and_the_next_save_is_taken(tm
         saver.wait()
         assert saver.all_steps() == [1, 3]
         model.assert_same(saver.restore_latest(state).state, state)
+
+
+def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers_them(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    told = []
+    sink = mock.Mock(receive=told.append)
+    tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers={"embeddings": tables}, sinks=(sink,)
+    ) as manager:
+        manager.save(0, state, touched=touched)
+        manager.wait()
+        state, touched = model.train(state, touched, 0)
+        failure = RuntimeError("transfer failed")
+        broken = mock.Mock(wait=mock.Mock(side_effect=[failure, *[None] * 9]))
+        real = pipeline.snapshot
+
+        def failing(*arguments):
+            pending = real(*arguments)
+            pending._copied = [broken]
+            pending.released.clear()
+            return pending
+
+        with mock.patch.object(pipeline, "snapshot", failing):
+            with pytest.raises(RuntimeError, match="transfer failed"):
+                manager.save(1, state, touched=touched)
+        with pytest.raises(SaveFailed, match="transfer failed") as caught:
+            manager.save(2, state, touched=touched)
+        assert caught.value.taken.kind == "delta"
+        manager.wait()
+        assert manager.all_steps() == [0, 2]
+        model.assert_same(manager.restore_latest(state).state, state)
+    failures = [event for event in told if isinstance(event, events.FailureEvent)]
+    assert [(event.operation, event.step) for event in failures] == [("save", 1)]
+
+
+def test_new_containers_and_new_slots_in_the_middle_of_a_run_make_a_base(tmp_path):
+    table = jnp.ones((50, 4))
+    tables = deltackpt.Tables(select="tables/*", slots={"**": {"acc": "opt/{name}"}})
+    other = collections.namedtuple("other", "tables opt")
+    touched = deltackpt.touched.init({"tables/a": table})
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        first = {"tables": {"a": table}, "opt": {"a": jnp.full((50, 4), 7.0)}}
+        manager.save(0, first, touched=touched)
+        manager.wait()
+        state = other({"a": table}, {"a": jnp.zeros((50, 4))})
+        assert manager.save(1, state, touched=touched).kind == "base"
+        manager.wait()
+        assert float(manager.restore_latest(state).state.opt["a"][0, 0]) == 0.0

@@ -168,6 +168,27 @@ def test_a_process_reports_the_rows_of_its_own_shards(server, tmp_path):
     assert_read_alone(tmp_path / "root", 1, model)
 
 
+def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
+    root, model, place = tmp_path / "root", Model(), {"mesh": [2, 2]}
+    turned = {"mesh": [4, 1], "layout": "turned"}
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, place, tracking="fingerprints")
+        saved(job, 0)
+        delta, reports = saved(job, 1)
+        assert delta["kind"] == "delta"
+        assert_counts(reports, {name: len(ids) for name, ids in model.changed(1).items()}, place, 2)
+        for answer in job.all("restore_latest", place=turned):
+            assert (answer["step"], answer["wrong"]) == (1, None)
+        delta, reports = saved(job, 2)
+        assert delta["kind"] == "delta"
+        # Each row by as many processes as hold columns of it.
+        assert max(report["rows"] for report in reports) <= len(model.rows) * model.batch
+        for answer in job.all("restore_latest", place=place):
+            assert (answer["step"], answer["wrong"]) == (2, None)
+        job.close()
+    assert_read_alone(root, 2)
+
+
 #: Each takes bases and deltas within a few saves.
 POLICIES = {
     "consecutive": {"max_chain": 2},

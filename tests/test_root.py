@@ -212,7 +212,7 @@ def test_of_trainers_that_start_at_once_exactly_one_holds_the_lease(tmp_path):
 def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
     """A starter that was held up between its listing and its claim."""
     Root.open(tmp_path)
-    real, calls = root._epochs, iter([True])
+    real, calls = root.epochs, iter([True])
 
     def late(path: Path) -> Iterator[int]:
         found = list(real(path))
@@ -221,7 +221,7 @@ def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
             Root.open(tmp_path)
         return iter(found)
 
-    with mock.patch.object(root, "_epochs", late):
+    with mock.patch.object(root, "epochs", late):
         held_up = Root.open(tmp_path)
     held_up.check_lease()
     assert held_up._lease is not None and held_up._lease.epoch == 4
@@ -436,3 +436,10 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
             most = max(most, len(list((tmp_path / layout.TRASH).glob("*/*"))))
     assert most <= 6
     assert list((tmp_path / layout.TRASH).glob("*/*")) == []
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
+def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
+    with pytest.raises(UnsupportedRoot, match="takes them for patterns"):
+        Root.open(tmp_path / name)
+    assert not any(tmp_path.iterdir())

@@ -43,7 +43,7 @@ def tails(directory: Path) -> dict[str, arrays.ChunkSums]:
 @given(
     rows=st.integers(1, 300),
     trailing=st.sampled_from([(), (3,), (2, 5)]),
-    dtype=st.sampled_from(["float32", "uint16", "bool", "int64"]),
+    dtype=st.sampled_from(["float32", "uint16", "bool", "int64", "complex64"]),
     chunk=st.integers(50, 4000),
     zstd=st.booleans(),
     data=st.data(),

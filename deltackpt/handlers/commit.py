@@ -33,6 +33,7 @@ def temporary_path_class(
     *,
     fsync: bool,
     item: str = layout.EMBEDDINGS_ITEM,
+    begun: Callable[[], None] | None = None,
     check: Callable[[], None] | None = None,
     committed: Callable[[], None] | None = None,
     failed: Callable[[BaseException], None] | None = None,
@@ -42,6 +43,7 @@ def temporary_path_class(
     Args:
       fsync: whether the step survives a power cut once it is committed.
       item: name of our item, whose files its own digests cover.
+      begun: called when everything is written: before each item is finalised, and the step.
       check: called before each commit; what it raises prevents the commit.
       committed: called after each commit.
       failed: called with what prevented a commit.
@@ -61,6 +63,8 @@ def temporary_path_class(
             return created
 
         async def finalize(self) -> None:
+            if begun is not None:
+                begun()
             try:
                 await asyncio.to_thread(self._finalize)
             except BaseException as error:

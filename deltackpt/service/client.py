@@ -69,13 +69,11 @@ class ServiceStatus:
     @property
     def step(self) -> int | None:
         """The oldest step that a shard's newest replica holds; None where one holds nothing."""
-        newest: dict[int, int] = {}
+        held: dict[int, list[int]] = {one.member.shard: [] for one in self.members}
         for one in self.members:
-            newest[one.member.shard] = max(
-                newest.get(one.member.shard, -1), -1 if one.step is None else one.step
-            )
-        step = min(newest.values(), default=-1)
-        return None if step < 0 else step
+            if one.step is not None:
+                held[one.member.shard].append(one.step)
+        return min(map(max, held.values()), default=None) if all(held.values()) else None
 
     @property
     def newest_step(self) -> int | None:

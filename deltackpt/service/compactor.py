@@ -84,7 +84,7 @@ class Compactor:
         """Folds the newest step where its chain is long enough; looks at each step once."""
         if self._root is None:
             self._root = Root.open(self._directory, item=self._options.item, read_only=True)
-        newest = max(self._root.steps(), default=None)
+        newest = self._root.newest_step()
         if newest is None or newest == self._looked:
             return
         self._looked = newest

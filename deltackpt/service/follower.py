@@ -41,7 +41,6 @@ from deltackpt.root import Root
 from deltackpt.service import shards
 from deltackpt.service.gate import Gate
 from deltackpt.service.memory import Place, SharedMemory, available_bytes
-from deltackpt.service.shards import Region
 from deltackpt.stored import StoredSave
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
@@ -78,7 +77,6 @@ class _Tables:
     """Memory for the rows of a layout."""
 
     layout: Layout
-    regions: tuple[Region, ...]
     memory: SharedMemory
     targets: Targets
 
@@ -199,7 +197,7 @@ class Follower:
 
     def newest_step(self) -> int | None:
         """Newest committed step on disk, None where there is none."""
-        return max(self._root.steps(), default=None)
+        return self._root.newest_step()
 
     def pin(self, save_id: SaveId, timeout_secs: float) -> tuple[int, Holding]:
         """Keeps a state for ``gate.PIN_SECS``, or until ``unpin``.
@@ -383,7 +381,7 @@ class Follower:
             )
             for region in regions
         ]
-        return _Tables(layout, regions, memory, Targets(targets, layout))
+        return _Tables(layout, memory, Targets(targets, layout))
 
     def _let_go(self) -> None:
         """Gives the memory back; nothing is held afterwards."""

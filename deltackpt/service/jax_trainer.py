@@ -20,7 +20,7 @@ import ray.train
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 from deltackpt.errors import OptionError, RestoreError
-from deltackpt.events import Event
+from deltackpt.events import Event, FailureEvent
 
 #: The only file of a checkpoint that is reported to Ray.
 _REFERENCE = "deltackpt.json"
@@ -82,7 +82,8 @@ class Session:
 
     def receive(self, event: Event) -> None:
         """Takes note of a step that was committed or restored (``deltackpt.events.Sink``)."""
-        self._intact = Reference(directory=self._directory, step=event.step)
+        if not isinstance(event, FailureEvent):
+            self._intact = Reference(directory=self._directory, step=event.step)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Reports metrics to Ray Train, and the newest committed step once.

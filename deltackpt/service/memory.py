@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from deltackpt.storage import files
+
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
 _SEQUENCE_BYTES = 8
@@ -58,12 +60,10 @@ class SharedMemory:
         self._descriptor = os.memfd_create("deltackpt", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, _HEADER_BYTES + nbytes)
         mapping = mmap.mmap(self._descriptor, _HEADER_BYTES + nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # A kernel without huge pages serves small ones.
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+        files.advise_huge_pages(mapping)
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._bytes[:_TOKEN_BYTES] = np.frombuffer(self._token, np.uint8)
-        self._sequence = self._bytes[_TOKEN_BYTES:][:_SEQUENCE_BYTES].view(np.uint64)
+        self._sequence = _sequence(self._bytes)
         self._sequence[0] = 1  # Nothing was written yet.
 
     @property
@@ -113,15 +113,20 @@ class MemoryReader:
         finally:
             os.close(descriptor)
         self._bytes = np.frombuffer(mapping, np.uint8)
+        self._sequence = _sequence(self._bytes)
 
     @property
     def sequence(self) -> int:
         """As in ``SharedMemory``."""
-        return int(self._bytes[_TOKEN_BYTES:][:_SEQUENCE_BYTES].view(np.uint64)[0])
+        return int(self._sequence[0])
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A part of the memory as an array, which its owner may change."""
         return _part(self._bytes, offset, shape, dtype)
+
+
+def _sequence(memory: np.ndarray) -> np.ndarray:
+    return memory[_TOKEN_BYTES:][:_SEQUENCE_BYTES].view(np.uint64)
 
 
 def _part(memory: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

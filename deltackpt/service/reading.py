@@ -256,12 +256,7 @@ class _Read:
             return None
         if copy.target.columns != copy.region.columns:
             return None
-        table = next(
-            table
-            for table in self._save.layout.tables
-            if table.group == copy.region.group
-            and table.offset <= copy.start < table.offset + table.rows
-        )
+        table = copy.region.table
         fields = self._lent[table.name][copy.region.field]
         rows = (copy.start - table.offset, copy.stop - table.offset)
         for box in fields:

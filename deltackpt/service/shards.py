@@ -14,7 +14,7 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.blocks import Span
-from deltackpt.manifest import Layout
+from deltackpt.manifest import Layout, TableEntry
 
 _ALIGNMENT = 64
 
@@ -23,7 +23,7 @@ class Region(NamedTuple):
     """Rows of one field of one table in the memory of a member.
 
     Attributes:
-      group: the table's group.
+      table: the table.
       field: ``values`` or ``slot.<name>``.
       rows: virtual rows of the group.
       columns: all columns of a field as wide as its table, which may be wanted in part; else None.
@@ -32,13 +32,18 @@ class Region(NamedTuple):
       dtype: of the numbers.
     """
 
-    group: str
+    table: TableEntry
     field: str
     rows: Span
     columns: Span | None
     offset: int
     trailing: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    def group(self) -> str:
+        """The table's group."""
+        return self.table.group
 
     @property
     def row_bytes(self) -> int:
@@ -61,7 +66,7 @@ def regions(target: Layout, shard: int, shards: int) -> tuple[Region, ...]:
         first, last = (table.rows * number // shards for number in (shard, shard + 1))
         for spec in group.fields if first < last else ():
             region = Region(
-                group=group.name,
+                table=table,
                 field=spec.name,
                 rows=(table.offset + first, table.offset + last),
                 columns=group.columns(spec),

@@ -38,6 +38,8 @@ _WRITES_IN_FLIGHT = 4
 _ZSTD_LEVEL = 3
 #: Higher levels gain nothing on byte planes of floats.
 _PLANES_ZSTD_LEVEL = 1
+#: By kind of dtype, in the JSON of Zarr v3; 0 for all others.
+_FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0]}
 
 
 class ChunkSums(NamedTuple):
@@ -495,7 +497,7 @@ def _spec(directory: Path, entry: ArrayEntry, *, fsync: bool) -> dict[str, Any]:
             "chunk_grid": {"name": "regular", "configuration": grid},
             "data_type": entry.dtype,
             "codecs": codecs,
-            "fill_value": False if entry.dtype == "bool" else 0,
+            "fill_value": _FILL_VALUES.get(np.dtype(entry.dtype).kind, 0),
         },
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt import layout
-from deltackpt.errors import Damaged, OutOfSpace, StorageError
+from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
 
 _HUGE_PAGE_BYTES = 2 << 20
 _C_LIBRARY = ctypes.CDLL(None)
@@ -32,7 +32,7 @@ def typed_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, DeltackptError):
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpace(
@@ -41,7 +41,7 @@ def typed_errors(path: Path, action: str) -> Iterator[None]:
             ) from error
         raise StorageError(
             f"{path}: expected to {action}, found {os.strerror(error.errno or 0)}; check the "
-            "file system and its permissions, then try again: nothing was committed"
+            "file system and its permissions, then try again"
         ) from error
 
 
@@ -143,6 +143,16 @@ def remove_tree(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def tree_bytes(directory: Path) -> int:
+    """Bytes of all files below a directory, from which others may remove files meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):  # It was removed; or nobody can read it.
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that an unprivileged process may still write on the file system of ``path``."""
     found = os.statvfs(path)
@@ -165,10 +175,15 @@ def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         start = -raw.ctypes.data % 64
         return raw[start : start + nbytes].view(dtype).reshape(shape)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # A kernel without huge pages serves small ones.
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    advise_huge_pages(mapping)
     return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
+
+
+def advise_huge_pages(mapping: mmap.mmap) -> None:
+    """Asks for huge pages; a kernel without them serves small ones."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def trim_memory() -> None:
