@@ -136,6 +136,8 @@ class RestoreError(DeltackptError):
     """Base of what can be wrong with a stored step."""
 
     code = "restore"
+    #: Whether an older step may do where this one does not.
+    another_step_may_do: ClassVar[bool] = True
 
 
 class StepNotFound(RestoreError, LookupError):
@@ -160,6 +162,7 @@ class FormatTooNew(RestoreError):
     """The step needs a newer deltackpt."""
 
     code = "format-too-new"
+    another_step_may_do = False
 
 
 class Damaged(RestoreError):
@@ -194,6 +197,7 @@ class TemplateMismatch(RestoreError, ValueError):
     """The abstract state asks for something else than the step holds."""
 
     code = "template-mismatch"
+    another_step_may_do = False
 
 
 class MissingExtra(DeltackptError, ImportError):

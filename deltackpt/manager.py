@@ -8,53 +8,32 @@ through Orbax's own PyTree handler, further items through theirs, and Orbax comm
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import (
-    events,
-    layout,
-    pipeline,
-    processes,
-    reader,
-    restore,
-    sources,
-    stored,
-    tables,
-    touched,
-)
-from deltackpt.blocks import VALUES
+from deltackpt import events, layout, pipeline, processes, restoring, tables
 from deltackpt.errors import (
     ClosedError,
     DeltackptError,
-    FormatTooNew,
     NoIntactStep,
     OptionError,
     PeerFailed,
     PeerMissing,
     RestoreError,
     SaveFailed,
-    ServiceError,
-    ServiceUnavailable,
-    StepGone,
     StorageError,
-    TemplateMismatch,
     WaitTimeout,
-    without_frames,
 )
 from deltackpt.fingerprint import RowTracker
 from deltackpt.handlers import commit, dense, retention, v0, waiting
@@ -62,27 +41,18 @@ from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
-from deltackpt.manifest import Layout, SaveId
+from deltackpt.manifest import SaveId
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
-from deltackpt.pipeline import (
-    Embeddings,
-    PendingSave,
-    PipelineOptions,
-    RefusedSave,
-    SaveReport,
-)
+from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, RefusedSave, SaveReport
 from deltackpt.policy import Decision
 from deltackpt.reader import Progress, RestoredTables
 from deltackpt.rendezvous import Rendezvous
+from deltackpt.restoring import Found, Items, RowRanges, Service, StepReader
 from deltackpt.root import Root
-from deltackpt.sources import RowSource
 from deltackpt.staging import Staging
-from deltackpt.stored import StoredSave
 from deltackpt.tables import Split
 from deltackpt.touched import TouchState
-
-_logger = logging.getLogger(__name__)
 
 #: How often a reader lists steps that a trainer removes meanwhile.
 _LISTINGS = 10
@@ -93,7 +63,7 @@ _REPORTS = 1000
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SaveArguments:
     touched: TouchState | None = None
-    items: Mapping[str, ocp.args.CheckpointArgs] | None = None
+    items: Items | None = None
     metrics: Mapping[str, float] | None = None
     force_base: bool = False
 
@@ -181,6 +151,14 @@ class CheckpointManager:
         self._leftovers = False
         self._reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
         self._orbax = self._open_reader() if self.options.read_only else self._open_orbax()
+        self._steps = StepReader(
+            self._root,
+            self._item,
+            self._tables,
+            orbax=lambda: self._orbax,
+            peers=self._peers,
+            timeouts=self.options.timeouts,
+        )
         self._closed = False
 
     # Saving.
@@ -191,7 +169,7 @@ class CheckpointManager:
         state: Any,
         *,
         touched: TouchState | None = None,
-        items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
+        items: Items | None = None,
         metrics: Mapping[str, float] | None = None,
         force_base: bool = False,
     ) -> Saved:
@@ -283,8 +261,8 @@ class CheckpointManager:
         self,
         abstract_state: Any = None,
         *,
-        service: RowSource | Literal["auto"] | None = "auto",
-        items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
+        service: Service = "auto",
+        items: Items | None = None,
         progress: Progress | None = None,
     ) -> Restored | None:
         """Restores the newest intact step.
@@ -321,7 +299,7 @@ class CheckpointManager:
                 try:
                     result = self._restore(step, abstract_state, None, items, progress, service)
                 except Exception as error:
-                    if not isinstance(error, RestoreError) or _asks_for_else(error):
+                    if not isinstance(error, RestoreError) or not error.another_step_may_do:
                         self._tell_failure("restore", step, error, began)
                         raise
                     self._tell_failure("skip", step, error, began)
@@ -346,8 +324,8 @@ class CheckpointManager:
         step: int,
         abstract_state: Any = None,
         *,
-        tables: Mapping[str, tuple[int, int] | None] | None = None,
-        items: Mapping[str, ocp.args.CheckpointArgs] | None = None,
+        tables: RowRanges | None = None,
+        items: Items | None = None,
         progress: Progress | None = None,
     ) -> Restored:
         """Restores one step.
@@ -576,14 +554,9 @@ class CheckpointManager:
         """Moves steps later than the restored one aside, once, before the first save."""
         if self._restored is None:
             return
-        moved: list[int] = []
-        error: Exception | None = None
-        try:
-            moved = self._root.roll_back(self._restored, self._lineage.run)
-        except Exception as caught:
-            error = caught
         # The others list no steps before process 0 has moved them.
-        self._together(f"going on from step {self._restored} with step {step}", error, fatal=True)
+        with self._together(f"going on from step {self._restored} with step {step}", fatal=True):
+            moved = self._root.roll_back(self._restored, self._lineage.run)
         self._newest, self._restored = self._restored, None
         if moved or self._peers.count > 1:
             # Steps of the same number may be removed again, into a trash of their own. Only
@@ -738,67 +711,32 @@ class CheckpointManager:
         self,
         step: int,
         template: Any,
-        wanted: Mapping[str, tuple[int, int] | None] | None,
-        items: Mapping[str, ocp.args.CheckpointArgs] | None,
+        rows: RowRanges | None,
+        items: Items | None,
         progress: Progress | None,
-        service: RowSource | Literal["auto"] | None = None,
+        service: Service = None,
     ) -> Restored:
         started = time.perf_counter()
-        step_dir = self._root.step_dir(step)
-        found: _Found | None = None
-        error: Exception | None = None
-        try:
-            found = self._find(step_dir, template, wanted, service)
-        except Exception as caught:
-            error = self._gone(step_dir, caught)
-        self._together(f"finding step {step}", error)
-        assert found is not None
+        with self._together(f"finding step {step}"):
+            found = self._steps.find(step, template, rows, service)
         found_at = time.perf_counter()
         own = dataclasses.astuple(found.target.info.save_id)
-        agreed = self._peers.agree("choosing a save", own)
-        loaded: _Loaded | None = None
-        try:
-            loaded = self._load(step, found, progress)
-            read = loaded.tables.chain[-1].save_id
-            self._check_stays(found.target, SaveId(*agreed), read)
-        except Exception as caught:
-            error = self._gone(step_dir, caught)
-        self._together(f"restoring step {step}", error)
-        assert loaded is not None
+        agreed = SaveId(*self._peers.agree("choosing a save", own))
+        with self._together(f"restoring step {step}"):
+            loaded = self._steps.load(found, agreed, progress)
         read_at = time.perf_counter()
-        merged, leaves = loaded.tables, loaded.dense
+        merged = loaded.tables
+        state: Any = merged.fields
+        fresh: TouchState | None = None
         extra: dict[str, Any] = {}
-        if wanted is not None:
-            state, fresh = merged.fields, None
-        else:
-            state, fresh = self._joined(template, found.expected, merged, leaves)
-            extra = self._restore_items(step, items)
+        if rows is None:
+            state, fresh = restoring.joined(template, found, loaded)
             if items:
-                try:
-                    self._check_stays(found.target)
-                except StepGone as gone:
-                    error = gone
-                self._together(f"restoring items of step {step}", error)
-        if wanted is None and not self.options.read_only:
-            run = self._peers.agree("a new run", new_run())
-            # Each process may have read another chain to the step; all decide from one.
-            sizes = self._peers.agree("what was read", [info.nbytes for info in merged.chain])
-            target_layout = merged.layout
-            if found.expected is not None and target_layout.has_rows_of(found.expected.layout):
-                # The state goes on in the template's containers, which need not be the saved ones.
-                target_layout = found.expected.layout
-            if self._tracker is not None:
-                kept = merged if template is None else tables.split(state, self._tables)
-                self._tracker.start(kept.fields, kept.layout)
-            self._lineage.adopt(
-                merged.chain[-1],
-                step_dir,
-                target_layout,
-                sizes=sizes,
-                restores=found.target.head.restores,
-                run=run,
-            )
-            self._restored = step
+                extra = self._steps.items(found, items)
+                with self._together(f"restoring items of step {step}"):
+                    found.check_stays()
+            if not self.options.read_only:
+                self._go_on_from(found, merged, state)
         result = Restored(
             step=step,
             state=state,
@@ -825,189 +763,27 @@ class CheckpointManager:
         events.emit(event, self._sinks)
         return result
 
-    def _check_stays(self, target: StoredSave, *others: SaveId) -> None:
-        """Checks that a step is still the save that it was, wherever parts of it came from.
-
-        Args:
-          target: what was found at first.
-          others: what was found elsewhere.
-
-        Raises:
-          StepGone: it was removed, and another save may have its number.
-        """
-        wanted = target.info.save_id
-        with contextlib.suppress(RestoreError):
-            now = stored.read_save(target.step_dir, self._item).info.save_id
-            if {now, *others} == {wanted}:
-                return
-        raise StepGone(
-            f"step directory {target.step_dir}: expected save id {wanted} to stay while it was "
-            "read, found it removed or replaced; restore the newest step instead"
+    def _go_on_from(self, found: Found, merged: RestoredTables, state: Any) -> None:
+        """Makes a restored step the parent of the next save."""
+        run = self._peers.agree("a new run", new_run())
+        # Each process may have read another chain to the step; all decide from one.
+        sizes = self._peers.agree("what was read", [info.nbytes for info in merged.chain])
+        target_layout = merged.layout
+        if found.expected is not None and target_layout.has_rows_of(found.expected.layout):
+            # The state goes on in the template's containers, which need not be the saved ones.
+            target_layout = found.expected.layout
+        if self._tracker is not None:
+            kept = merged if found.expected is None else tables.split(state, self._tables)
+            self._tracker.start(kept.fields, kept.layout)
+        self._lineage.adopt(
+            merged.chain[-1],
+            found.target.step_dir,
+            target_layout,
+            sizes=sizes,
+            restores=found.target.head.restores,
+            run=run,
         )
-
-    def _source(
-        self, service: RowSource | Literal["auto"] | None
-    ) -> tuple[RowSource | None, ServiceError | None]:
-        """The source that a restore is to try first, and why the one that there is cannot be."""
-        if service != "auto":
-            return service, None
-        try:
-            return sources.find(self._root.path, self._item), None
-        except Exception as error:
-            return None, _service_error(error)
-
-    def _find(
-        self,
-        step_dir: Path,
-        template: Any,
-        rows: Mapping[str, tuple[int, int] | None] | None,
-        service: RowSource | Literal["auto"] | None,
-    ) -> _Found:
-        """A step, its chain unless it may come from a service, and what is wanted of it.
-
-        Checks this process's share of the step's files.
-        """
-        source, problem = self._source(service)
-        saves = None if source is not None else stored.read_chain(step_dir, self._item)
-        target = stored.read_save(step_dir, self._item) if saves is None else saves[-1]
-        expected = None if template is None else tables.split(template, self._tables)
-        wanted = None
-        if rows is not None:
-            expected, wanted = None, reader.wanted_rows(target.layout, rows)
-        elif expected is not None:
-            restore.check_template(expected.layout, expected.fields, target)
-            wanted = restore.wanted_of(expected.fields)
-        if rows is None:
-            self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
-        return _Found(target, saves, source, problem, expected, wanted, dense=rows is None)
-
-    def _load(self, step: int, found: _Found, progress: Progress | None) -> _Loaded:
-        """Merged tables and Orbax's dense leaves."""
-        if not found.dense:
-            return self._load_tables(found, progress)
-        # Orbax mostly waits for its own threads, and the merge for memory.
-        with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
-            dense_leaves = pool.submit(
-                self._restore_dense, step, found.target.layout, found.expected
-            )
-            loaded = self._load_tables(found, progress)
-            return dataclasses.replace(loaded, dense=dense_leaves.result())
-
-    def _load_tables(self, found: _Found, progress: Progress | None) -> _Loaded:
-        """Tables from the source where it has them, else from storage."""
-        problem = found.problem
-        if found.source is not None:
-            try:
-                merged = self._from_source(found.source, found)
-            except Exception as error:
-                problem = _service_error(error)
-            else:
-                if progress is not None:
-                    progress(merged.bytes_read, merged.bytes_read)
-                return _Loaded(merged, {}, None)
-        if problem is not None:
-            process = processes.index()
-            _logger.warning(
-                "process %d: step %s comes from storage: %s",
-                process,
-                found.target.step_dir.name,
-                problem,
-                extra={"process_index": process},
-            )
-        saves = found.saves or stored.read_chain(found.target.step_dir, self._item)
-        merged = reader.restore_tables(saves, wanted=found.wanted, progress=progress)
-        return _Loaded(merged, {}, problem)
-
-    def _from_source(self, source: RowSource, found: _Found) -> RestoredTables:
-        """Tables from memory elsewhere; placed from there where devices have memory of their own.
-
-        Raises:
-          ServiceError: it does not have them.
-        """
-        templates = None if found.expected is None else found.expected.fields
-        lend = templates is not None and restore.may_borrow(templates)
-        timeout_secs = self.options.timeouts.service_secs
-        with source.tables(
-            found.target, found.wanted, timeout_secs=timeout_secs, lend=lend
-        ) as merged:
-            if lend and templates is not None:
-                placed = restore.place(merged, templates)
-                jax.block_until_ready(placed)
-                merged = dataclasses.replace(merged, buffers={}, placed=placed)
-        return merged
-
-    def _gone(self, step_dir: Path, error: Exception) -> Exception:
-        """StepGone where a step was removed while it was read."""
-        if isinstance(error, DeltackptError) or not isinstance(
-            error, (OSError, ValueError, KeyError)
-        ):
-            return error
-        if step_dir.is_dir():
-            return error
-        gone = StepGone(
-            f"step directory {step_dir}: expected it to stay while it was read, found it "
-            "removed; restore the newest step instead"
-        )
-        gone.__cause__ = error
-        return gone
-
-    def _joined(
-        self,
-        template: Any,
-        expected: Split | None,
-        merged: RestoredTables,
-        leaves: dict[str, Any],
-    ) -> tuple[Any, TouchState | None]:
-        """The whole state and its fresh TouchState, from merged tables and Orbax's dense leaves."""
-        if expected is None:
-            return tables.join(None, merged.layout, merged.fields, leaves, None), None
-        placed = merged.placed or restore.place(merged, expected.fields)
-        if expected.touched is not None:
-            fresh = touched.fresh(expected.touched)
-        else:
-            fresh = touched.init({name: fields[VALUES] for name, fields in placed.items()})
-        return tables.join(template, expected.layout, placed, leaves, fresh), fresh
-
-    def _restore_dense(self, step: int, stored: Layout, expected: Split | None) -> dict[str, Any]:
-        if not stored.dense:
-            return {}
-        abstract = None if expected is None else expected.dense
-        metadata = self._orbax.item_metadata(step)[layout.DENSE_ITEM]
-        if abstract is not None:
-            dense.check(abstract, metadata, step)
-        args = dense.restore_args(abstract, metadata)
-        found = self._orbax_restore(step, **{layout.DENSE_ITEM: args})
-        return dense.restored(found[layout.DENSE_ITEM], abstract)
-
-    def _restore_items(
-        self, step: int, items: Mapping[str, ocp.args.CheckpointArgs] | None
-    ) -> dict[str, Any]:
-        if not items:
-            return {}
-        step_dir = self._root.step_dir(step)
-        missing = [name for name in items if not (step_dir / name).exists()]
-        if missing:
-            raise TemplateMismatch(
-                f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
-                f"without {', '.join(missing)}; restore without them"
-            )
-        found = self._orbax_restore(step, **dict(items))
-        return {name: found[name] for name in items}
-
-    def _orbax_restore(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
-        """Restores items through Orbax, which has all processes meet at a barrier afterwards.
-
-        Raises:
-          RestoreError: another process did not come there; it says itself why.
-        """
-        try:
-            with barrier_secs(self.options.timeouts.peers_secs):
-                return self._orbax.restore(step, args=ocp.args.Composite(**items))
-        except jax.errors.JaxRuntimeError as error:
-            if self._peers.count == 1:
-                raise
-            what = f"restoring {', '.join(items)} of step {step}"
-            raise RestoreError(str(self._peers.named(what, error))) from error
+        self._restored = found.step
 
     # Several processes.
 
@@ -1030,19 +806,24 @@ class CheckpointManager:
             raise PeerFailed(f"{directory}: expected process 0 to open it, found that {text}")
         return root or Root.open(directory, item=self._item, read_only=True), run
 
-    def _together(self, what: str, error: Exception | None, *, fatal: bool = False) -> None:
-        """Raises what went wrong here, or on another process; every process raises or none.
+    @contextlib.contextmanager
+    def _together(self, what: str, *, fatal: bool = False) -> Iterator[None]:
+        """Work after which every process raises, or none.
 
         Args:
-          what: what was being done.
-          error: what went wrong here.
-          fatal: whether another step would not do either.
+          what: what is being done.
+          fatal: whether another step would not do either where it fails.
 
         Raises:
           RestoreError: another process could not restore this step; it is named.
           PeerFailed: another process could not go on at all; it is named.
         """
-        fatal = fatal or not isinstance(error, RestoreError) or _asks_for_else(error)
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+            fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
         failures = self._peers.failures(what, error, fatal=error is not None and fatal)
         worst = [failure for failure in failures if failure.fatal] or failures
         if error is not None and (fatal or not worst[0].fatal):
@@ -1154,38 +935,6 @@ class CheckpointManager:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Found:
-    """What a restore reads.
-
-    Attributes:
-      target: the step.
-      saves: its chain; None where a source is tried first.
-      source: what may have the tables in memory.
-      problem: why the source that there is cannot be tried.
-      expected: the template's parts.
-      wanted: of the tables; None for all.
-      dense: whether dense leaves are restored too.
-    """
-
-    target: StoredSave
-    saves: tuple[StoredSave, ...] | None
-    source: RowSource | None
-    problem: ServiceError | None
-    expected: Split | None
-    wanted: reader.Wanted | None
-    dense: bool
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Loaded:
-    """What a restore has read; ``problem`` is why the tables did not come from a source."""
-
-    tables: RestoredTables
-    dense: dict[str, Any]
-    problem: ServiceError | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Failure:
     step: int
     cause: Exception
@@ -1198,11 +947,6 @@ def _has_host_arrays(split: Split) -> bool:
         for fields in split.fields.values()
         for leaf in fields.values()
     )
-
-
-def _asks_for_else(error: RestoreError) -> bool:
-    """Whether the step is intact, so that an older one would not do either."""
-    return isinstance(error, (TemplateMismatch, FormatTooNew))
 
 
 def _goes_on(error: Exception) -> bool:
@@ -1223,15 +967,3 @@ def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:
     error = SaveFailed(f"the save of step {failure.step} failed: {detail}; {follow}")
     error.taken = taken
     return error
-
-
-def _service_error(error: Exception) -> ServiceError:
-    """Whatever a source raises: storage still has the step."""
-    if isinstance(error, ServiceError):
-        return without_frames(error)
-    found = ServiceUnavailable(
-        f"restore service: expected the tables or a ServiceError, found {type(error).__name__}: "
-        f"{error}; the step comes from storage"
-    )
-    found.__cause__ = without_frames(error)
-    return found

@@ -459,24 +459,37 @@ def raise_if_removed(saves: Sequence[StoredSave], cause: RestoreError) -> None:
     for check in range(_GONE_CHECKS):
         for save in saves:
             if not save.item_dir.is_dir():
-                raise _gone(save.step_dir) from cause
+                raise gone(save.step_dir) from cause
         if check + 1 < _GONE_CHECKS:
             time.sleep(_GONE_INTERVAL_SECS)
     for save in saves:
         if _is_another(save):
-            raise _gone(save.step_dir) from cause
+            raise gone(save.step_dir) from cause
 
 
 def _raise_if_step_removed(step_dir: Path, cause: RestoreError) -> None:
     """Raises StepGone where a step vanishes within a moment."""
     for check in range(_GONE_CHECKS):
         if not step_dir.is_dir():
-            raise _gone(step_dir) from cause
+            raise gone(step_dir) from cause
         if check + 1 < _GONE_CHECKS:
             time.sleep(_GONE_INTERVAL_SECS)
 
 
-def _gone(step_dir: Path) -> StepGone:
+def check_stands(save: StoredSave) -> None:
+    """Checks that a step is still the save that was read.
+
+    Raises:
+      StepGone: it was removed, and another save may have its number.
+    """
+    with contextlib.suppress(RestoreError):
+        if read_save(save.step_dir, save.item_dir.name).info.save_id == save.info.save_id:
+            return
+    raise gone(save.step_dir)
+
+
+def gone(step_dir: Path) -> StepGone:
+    """What to raise where a step was removed while it was read."""
     return StepGone(
         f"step directory {step_dir}: expected it to stay while it was read, found it removed or "
         "replaced; restore the newest step instead"

@@ -38,7 +38,7 @@ from jax._src import distributed
 from orbax.checkpoint import v1
 
 import deltackpt
-from deltackpt import manager, pipeline, rendezvous, restore, touched
+from deltackpt import manager, pipeline, rendezvous, restore, restoring, touched
 from deltackpt.handlers import commit
 from deltackpt.options import Timeouts
 from deltackpt.root import Root
@@ -711,7 +711,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the save": _before(manager.CheckpointManager, "_start"),
     "snapshot": _before(pipeline, "snapshot"),
     "reading arrays": _before(arrays, "read_array"),
-    "reading dense leaves": _before(manager.CheckpointManager, "_restore_dense"),
+    "reading dense leaves": _before(restoring.StepReader, "_dense"),
 }
 
 

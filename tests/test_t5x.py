@@ -35,6 +35,7 @@ with warnings.catch_warnings():
     from t5x.examples.t5 import network
 
     from deltackpt.integrations import t5x as deltackpt_t5x
+    from deltackpt.integrations.t5x_retention import BestByMetric
 
 import deltackpt
 from deltackpt import inspect
@@ -842,7 +843,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_t5x_which_stays(tmp_path, initialize
 def test_a_summary_that_is_not_a_number_makes_no_step_the_best(tmp_path):
     for step, value in enumerate([0.1, float("nan"), 0.3]):
         write_metric(tmp_path, step, value)
-    policy = deltackpt_t5x.BestByMetric(
+    policy = BestByMetric(
         model_dir=tmp_path,
         metric="inference_eval/accuracy",
         mode="min",

@@ -98,8 +98,10 @@ def test_a_checkpoint_stands_for_its_model_directory(tmp_path):
 
 
 def test_without_t5x_the_drop_in_says_where_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "t5x", None)
-    monkeypatch.delitem(sys.modules, "deltackpt.integrations.t5x", raising=False)
+    for name in ("t5x", "t5x.checkpoints"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("t5x", "t5x_modules"):
+        monkeypatch.delitem(sys.modules, f"deltackpt.integrations.{name}", raising=False)
     with pytest.raises(MissingExtra, match="github.com/google-research/t5x"):
         importlib.import_module("deltackpt.integrations.t5x")
 

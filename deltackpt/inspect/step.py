@@ -100,6 +100,14 @@ class Step:
         found = self._saves.target.info.save_id
         return f"{found.run}/{found.step}/{found.attempt}"
 
+    def check_stands(self) -> None:
+        """Checks that the step is still the save that was opened.
+
+        Raises:
+          StepGone: it was removed, and another save may have its number.
+        """
+        stored.check_stands(self._saves.target)
+
     @property
     def chain(self) -> tuple[int, ...]:
         """Steps of the saves that are read for it, base first."""

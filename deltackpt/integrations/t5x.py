@@ -21,46 +21,30 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from flax import traverse_util
 from jax.experimental import multihost_utils
 
 from deltackpt import inspect, integrity, layout, processes
 from deltackpt.errors import (
     FencedError,
-    MissingExtra,
     NoIntactStep,
     OptionError,
     RestoreError,
     SaveFailed,
-    StepGone,
     TemplateMismatch,
 )
-from deltackpt.globs import listed
 from deltackpt.groups import CodecOption
-from deltackpt.handlers.retention import PreservationPolicy
 from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
+from deltackpt.integrations.t5x_model import ModelLeaves, cast, flat, leaves_of, taken
+from deltackpt.integrations.t5x_modules import checkpoints, utils
+from deltackpt.integrations.t5x_retention import retention_of
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
-
-try:
-    from t5x import checkpoints, state_utils, utils  # pyright: ignore
-except ImportError as error:
-    raise MissingExtra(
-        "deltackpt.integrations.t5x: expected the package t5x, found that it cannot be imported "
-        f"({error}); T5X is on no package index: install it from "
-        "https://github.com/google-research/t5x"
-    ) from error
-
-_policies = ocp.checkpoint_managers
 
 #: T5X's name of the item that holds the position of the data.
 _DATASET = "dataset"
@@ -245,9 +229,10 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._period = period
         self._settings = settings
         self._directory = os.fspath(directory)
+        self._model = ModelLeaves(train_state, partitioner)
         self._links = StepLinks(model_dir_of(directory))
         self._newest_link = _agreed(max(self._links.steps(), default=None))
-        retention = _retention(
+        retention = retention_of(
             self._links.model_dir,
             keep,
             force_keep_period,
@@ -434,11 +419,11 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             return restored
         if own and self._writer is not None:
             leaves = self._resumed(self._writer, step, state_transformation_fns)
-            state = self._placed(leaves, fallback_state or {})
+            state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
         else:
             found = _opened(links, step)
-            leaves = self._chosen(_leaves_of(found), state_transformation_fns)
-            state = self._placed(leaves, fallback_state or {})
+            leaves = self._model.chosen(leaves_of(found), state_transformation_fns)
+            state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
             self._restore_data(found)
         return self._train_state.restore_state(state)
 
@@ -521,7 +506,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             infos = checkpoints._construct_orbax_param_infos(self._train_state, self._partitioner)
             for fn in transformation_fns:
                 state, infos = fn(state, infos)
-        return {**state, "target": _cast(state["target"], self._save_dtype)}
+        return {**state, "target": cast(state["target"], self._save_dtype)}
 
     def _items(self) -> dict[str, ocp.args.CheckpointArgs]:
         if self._dataset_iterator is None:
@@ -552,8 +537,8 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
             step, newest = named, False
         stored = self._newest_leaves() if newest else self._stored_leaves(step)
-        chosen = self._chosen(stored, transformation_fns)
-        template = self._template(stored) if self._is_own(stored, chosen) else None
+        chosen = self._model.chosen(stored, transformation_fns)
+        template = self._model.template(stored) if self._model.is_own(stored, chosen) else None
         try:
             if newest:
                 restored = writer.restore_latest(template, items=self._items())
@@ -573,7 +558,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
                 stacklevel=3,
             )
         self._at = restored.step
-        return _taken(chosen, stored, _flat(restored.state))
+        return taken(chosen, stored, flat(restored.state))
 
     def _check_none_above(self, step: int) -> None:
         """Checks that a run can go on from a checkpoint of T5X's own."""
@@ -597,7 +582,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             return
         item_dir = step.path / _DATASET
         if not item_dir.is_dir():
-            _check_stands(step)
+            step.check_stands()
             raise TemplateMismatch(
                 f"{step.path}: expected the position of the data ({_DATASET}), found that it was "
                 "saved without; leave restore_dataset, and save_dataset, off to start from it"
@@ -605,14 +590,14 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         for damage in integrity.check_step_files(
             step.path, wanted=lambda name: name.startswith(f"{_DATASET}/")
         ):
-            _check_stands(step)
+            step.check_stands()
             raise damage
         [args] = self._items().values()
         self._handlers[_DATASET].restore(epath.Path(item_dir), args)
-        _check_stands(step)
+        step.check_stands()
 
     def _stored_leaves(self, step: int) -> dict[str, Any]:
-        return _leaves_of(inspect.open(self._links.root).at(step))
+        return leaves_of(inspect.open(self._links.root).at(step))
 
     def _newest_leaves(self) -> dict[str, Any]:
         """Lazy leaves of the newest step that can be read."""
@@ -624,84 +609,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             f"{self._links.root}: expected a step that can be read, found none; copy the directory "
             "back from a backup, or start again in an empty model directory"
         )
-
-    def _chosen(
-        self, stored: dict[str, Any], transformation_fns: Sequence[Callable[..., Any]]
-    ) -> dict[str, Any]:
-        """Which lazy leaf each of the model's leaves is to be, after T5X's functions."""
-        tree = traverse_util.unflatten_dict(stored, sep="/")
-        for fn in transformation_fns:
-            tree = fn(tree, self._train_state.state_dict())
-        return {name: leaf for name, leaf in _flat(tree).items() if name in self._leaves}
-
-    @functools.cached_property
-    def _leaves(self) -> dict[str, Any]:
-        """The model's abstract leaves."""
-        return _flat(self._train_state.state_dict())
-
-    @functools.cached_property
-    def _shardings(self) -> dict[str, jax.sharding.NamedSharding]:
-        axes = _flat(self._partitioner.get_mesh_axes(self._train_state).state_dict())
-        replicated = jax.sharding.PartitionSpec()
-        return {
-            name: jax.sharding.NamedSharding(self._partitioner.mesh, axes.get(name, replicated))
-            for name in self._leaves
-        }
-
-    def _is_own(self, stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is taken as it is, leaf by leaf."""
-        return stored.keys() == chosen.keys() == self._leaves.keys() and all(
-            leaf is stored[name] and leaf.shape == self._leaves[name].shape
-            for name, leaf in chosen.items()
-        )
-
-    def _template(self, stored: Mapping[str, Any]) -> Any:
-        """What a resume restores into: the model's tree and places, the checkpoint's dtypes."""
-        return self._tree(
-            {
-                name: jax.ShapeDtypeStruct(
-                    leaf.shape, stored[name].dtype, sharding=self._shardings[name]
-                )
-                for name, leaf in self._leaves.items()
-            }
-        )
-
-    def _placed(self, found: Mapping[str, Any], fallback_state: Mapping[str, Any]) -> Any:
-        """The state dict of the model, its leaves on the devices.
-
-        Raises:
-          TemplateMismatch: a leaf is missing, or has another shape than the model's.
-        """
-        found = {**_flat(fallback_state), **found}
-        missing = self._leaves.keys() - found.keys()
-        if missing:
-            raise TemplateMismatch(
-                f"the model has leaves that the checkpoint does not hold:\n{listed(missing)}\n"
-                "rename with an assignment_map, or set fallback_to_scratch"
-            )
-        state = self._tree({name: self._place(name, found[name]) for name in self._leaves})
-        return {**state, "target": _cast(state["target"], self._restore_dtype)}
-
-    def _place(self, name: str, leaf: Any) -> jax.Array:
-        shape = self._leaves[name].shape
-        if tuple(leaf.shape) != tuple(shape):
-            raise TemplateMismatch(
-                f"{name}: expected by the model {list(shape)}, found in the checkpoint "
-                f"{list(leaf.shape)}; drop it with an assignment_map and set fallback_to_scratch"
-            )
-        if isinstance(leaf, jax.Array):
-            return jax.device_put(leaf, self._shardings[name])
-        # A lazy leaf reads the parts that this process needs.
-        return jax.make_array_from_callback(
-            shape, self._shardings[name], lambda index: np.asarray(leaf[index])
-        )
-
-    def _tree(self, leaves: Mapping[str, Any]) -> Any:
-        """The model's state dict with other leaves; what is empty in it stays."""
-        whole = traverse_util.flatten_dict(
-            self._train_state.state_dict(), keep_empty_nodes=True, sep="/"
-        )
-        return traverse_util.unflatten_dict({**whole, **leaves}, sep="/")
 
     def _restore_stock(
         self,
@@ -725,68 +632,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
         finally:
             stock.close()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BestByMetric:
-    """An Orbax ``PreservationPolicy``: the steps with the best values of a TensorBoard summary.
-
-    T5X evaluates after it has saved, so the values are looked up whenever the policy is asked. The
-    newest step always stays: training resumes from it.
-
-    Attributes:
-      model_dir: T5X's model directory.
-      metric: ``<folder>/<tag>`` of the summary below it.
-      mode: whether the greatest or the least is the best.
-      keep: how many stay.
-      keep_without: steps without a value stay as well.
-    """
-
-    model_dir: Path
-    metric: str
-    mode: Literal["max", "min"]
-    keep: int
-    keep_without: bool
-
-    def should_preserve(
-        self,
-        checkpoints: Sequence[_policies.PolicyCheckpointInfo],
-        *,
-        context: _policies.PreservationContext,
-    ) -> list[bool]:
-        """Which checkpoints stay."""
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        values = _metric_values(self.model_dir, self.metric, steps)
-        ranked = sorted(values, key=values.__getitem__, reverse=self.mode == "max")
-        best = {*ranked[: self.keep], *steps[-1:]}
-        return [step in best or (self.keep_without and step not in values) for step in steps]
-
-
-def _metric_values(model_dir: Path, metric: str, steps: Sequence[int]) -> dict[int, float]:
-    """Values of a summary by step; NaN is none."""
-    found = checkpoints.populate_metrics_for_steps(os.fspath(model_dir), metric, steps)
-    return {step: float(value) for step, value in found.items() if not np.isnan(value)}
-
-
-def _retention(
-    model_dir: Path,
-    keep: int | None,
-    force_keep_period: int | None,
-    metric: str | None,
-    mode: Literal["max", "min"],
-    keep_without: bool,
-) -> int | PreservationPolicy | None:
-    """Which steps stay by T5X's arguments; None for all."""
-    if keep is None:
-        return None
-    policy = _policies.LatestN(keep)
-    if metric is not None:
-        policy = BestByMetric(
-            model_dir=model_dir, metric=metric, mode=mode, keep=keep, keep_without=keep_without
-        )
-    if force_keep_period is None:
-        return policy
-    return _policies.AnyPreservationPolicy([policy, _policies.EveryNSteps(force_keep_period)])
 
 
 def _agreed(step: int | None) -> int | None:
@@ -815,62 +660,3 @@ def _opened(links: StepLinks, step: int) -> inspect.Step:
         )
         step = newest
     return found.at(step)
-
-
-def _check_stands(step: inspect.Step) -> None:
-    """Checks that a step is still the save that was opened.
-
-    Raises:
-      StepGone: it was removed, and another save may have its number.
-    """
-    with contextlib.suppress(RestoreError):
-        if inspect.open(step.path.parent).at(step.step).save_id == step.save_id:
-            return
-    raise StepGone(
-        f"step directory {step.path}: expected it to stay while it was read, found it removed or "
-        "replaced; restore the newest step instead"
-    )
-
-
-def _leaves_of(found: inspect.Step) -> dict[str, Any]:
-    """Lazy leaves of a step: their shapes and dtypes are read now, the rest when it is indexed.
-
-    Raises:
-      RestoreError: the step cannot be read.
-    """
-    leaves: dict[str, Any] = {
-        path: table.field(field)
-        for table in found.tables.values()
-        for field, path in table.leaves.items()
-    }
-    leaves |= {n: leaf for n, leaf in found.dense.items() if leaf.kind not in ("None", "empty")}
-    for leaf in leaves.values():
-        leaf.shape  # noqa: B018
-    return leaves
-
-
-def _taken(
-    chosen: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The values in the place of the lazy leaves that were chosen."""
-    names = {id(leaf): name for name, leaf in stored.items()}
-    return {
-        name: values[names[id(leaf)]] if id(leaf) in names else leaf
-        for name, leaf in chosen.items()
-    }
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    """Leaves by their '/'-joined paths, without what is empty."""
-    leaves = state_utils.flatten_state_dict(tree)
-    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
-
-
-def _cast(target: Any, dtype: Any) -> Any:
-    """Parameters in another dtype; those that are no floating-point numbers stay."""
-
-    def cast(leaf: Any) -> Any:
-        changes = leaf.dtype != dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return leaf.astype(dtype) if changes else leaf
-
-    return target if dtype is None else jax.tree.map(cast, target)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5X's train state as leaves by their '/'-joined paths, and where each is placed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from deltackpt import inspect
+from deltackpt.errors import TemplateMismatch
+from deltackpt.globs import listed
+from deltackpt.integrations.t5x_modules import state_utils
+
+
+class ModelLeaves:
+    """The leaves of a train state; they are abstract, and known by their paths."""
+
+    def __init__(self, train_state: Any, partitioner: Any):
+        """Takes T5X's train state with abstract leaves, and its partitioner."""
+        self._train_state = train_state
+        self._partitioner = partitioner
+
+    def chosen(
+        self, stored: dict[str, Any], transformation_fns: Sequence[Callable[..., Any]]
+    ) -> dict[str, Any]:
+        """Which lazy leaf each of the model's leaves is to be, after T5X's functions."""
+        tree = traverse_util.unflatten_dict(stored, sep="/")
+        for fn in transformation_fns:
+            tree = fn(tree, self._train_state.state_dict())
+        return {name: leaf for name, leaf in flat(tree).items() if name in self._leaves}
+
+    def is_own(self, stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is taken as it is, leaf by leaf."""
+        return stored.keys() == chosen.keys() == self._leaves.keys() and all(
+            leaf is stored[name] and leaf.shape == self._leaves[name].shape
+            for name, leaf in chosen.items()
+        )
+
+    def template(self, stored: Mapping[str, Any]) -> Any:
+        """What a resume restores into: the model's tree and places, the checkpoint's dtypes."""
+        return self._tree(
+            {
+                name: jax.ShapeDtypeStruct(
+                    leaf.shape, stored[name].dtype, sharding=self._shardings[name]
+                )
+                for name, leaf in self._leaves.items()
+            }
+        )
+
+    def placed(
+        self, found: Mapping[str, Any], fallback_state: Mapping[str, Any], dtype: Any
+    ) -> Any:
+        """The state dict of the model, its leaves on the devices.
+
+        Args:
+          found: leaves by path, lazy ones or arrays.
+          fallback_state: T5X's state dict that gives those which are not found.
+          dtype: of the parameters; None for that in which each was found.
+
+        Raises:
+          TemplateMismatch: a leaf is missing, or has another shape than the model's.
+        """
+        found = {**flat(fallback_state), **found}
+        missing = self._leaves.keys() - found.keys()
+        if missing:
+            raise TemplateMismatch(
+                f"the model has leaves that the checkpoint does not hold:\n{listed(missing)}\n"
+                "rename with an assignment_map, or set fallback_to_scratch"
+            )
+        state = self._tree({name: self._place(name, found[name]) for name in self._leaves})
+        return {**state, "target": cast(state["target"], dtype)}
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, Any]:
+        """The model's abstract leaves."""
+        return flat(self._train_state.state_dict())
+
+    @functools.cached_property
+    def _shardings(self) -> dict[str, jax.sharding.NamedSharding]:
+        axes = flat(self._partitioner.get_mesh_axes(self._train_state).state_dict())
+        replicated = jax.sharding.PartitionSpec()
+        return {
+            name: jax.sharding.NamedSharding(self._partitioner.mesh, axes.get(name, replicated))
+            for name in self._leaves
+        }
+
+    def _place(self, name: str, leaf: Any) -> jax.Array:
+        shape = self._leaves[name].shape
+        if tuple(leaf.shape) != tuple(shape):
+            raise TemplateMismatch(
+                f"{name}: expected by the model {list(shape)}, found in the checkpoint "
+                f"{list(leaf.shape)}; drop it with an assignment_map and set fallback_to_scratch"
+            )
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, self._shardings[name])
+        # A lazy leaf reads the parts that this process needs.
+        return jax.make_array_from_callback(
+            shape, self._shardings[name], lambda index: np.asarray(leaf[index])
+        )
+
+    def _tree(self, leaves: Mapping[str, Any]) -> Any:
+        """The model's state dict with other leaves; what is empty in it stays."""
+        whole = traverse_util.flatten_dict(
+            self._train_state.state_dict(), keep_empty_nodes=True, sep="/"
+        )
+        return traverse_util.unflatten_dict({**whole, **leaves}, sep="/")
+
+
+def leaves_of(found: inspect.Step) -> dict[str, Any]:
+    """Lazy leaves of a step: their shapes and dtypes are read now, the rest when it is indexed.
+
+    Raises:
+      RestoreError: the step cannot be read.
+    """
+    leaves: dict[str, Any] = {
+        path: table.field(field)
+        for table in found.tables.values()
+        for field, path in table.leaves.items()
+    }
+    leaves |= {n: leaf for n, leaf in found.dense.items() if leaf.kind not in ("None", "empty")}
+    for leaf in leaves.values():
+        leaf.shape  # noqa: B018
+    return leaves
+
+
+def taken(
+    chosen: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values in the place of the lazy leaves that were chosen.
+
+    Args:
+      chosen: what ``ModelLeaves.chosen`` returned.
+      stored: the lazy leaves that it was given.
+      values: of those, by the same paths.
+    """
+    names = {id(leaf): name for name, leaf in stored.items()}
+    return {
+        name: values[names[id(leaf)]] if id(leaf) in names else leaf
+        for name, leaf in chosen.items()
+    }
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Leaves by their '/'-joined paths, without what is empty."""
+    leaves = state_utils.flatten_state_dict(tree)
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
+
+
+def cast(target: Any, dtype: Any) -> Any:
+    """Parameters in another dtype; those that are no floating-point numbers stay."""
+
+    def with_dtype(leaf: Any) -> Any:
+        changes = leaf.dtype != dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if changes else leaf
+
+    return target if dtype is None else jax.tree.map(with_dtype, target)
