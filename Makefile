@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+# Tests run in as many processes at once; 0: in the one that pytest was started as.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-long test-without-jax bench lint types layers notebook docs format clean
 
@@ -21,7 +24,7 @@ help:
 	@echo "make bench      the measured tables of docs/benchmarks.md"
 	@echo "make notebook   run the notebook of the docs afresh"
 	@echo "make lint types layers docs format clean"
-	@echo "ARGS='...' is passed on to the demos, test, test-long and bench"
+	@echo "ARGS='...' is passed on to the demos, test, test-long and bench; WORKERS=N tests run at once"
 
 # Keyed on what decides the contents of the environment: nothing happens on a second call.
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
@@ -44,10 +47,10 @@ demo-loops: $(READY)
 	$(BIN)/python examples/loops/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python $(PYTEST) -m long $(ARGS)
 
 # Runs that this environment writes are read by one that has neither jax nor Orbax.
 BARE := build/bare

@@ -27,6 +27,27 @@ hypothesis.settings.register_profile("deltackpt", deadline=None)
 hypothesis.settings.load_profile("deltackpt")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+#: Files whose tests start clusters or many processes, which never run two at once.
+CROWDED = {
+    "test_benchmarks",
+    "test_dlrm_multi",
+    "test_jax_trainer",
+    "test_process_kills",
+    "test_processes",
+    "test_processes_failures",
+    "test_ray_demo",
+    "test_ray_preemption",
+    "test_scaling",
+    "test_service",
+    "test_service_kills",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same."""
+    for item in items:
+        stem = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
 
 
 @pytest.fixture(scope="session")
