@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # Both are read once, when jax first makes its backends: set before anything imports jax.
@@ -27,6 +29,7 @@ hypothesis.settings.register_profile("deltackpt", deadline=None)
 hypothesis.settings.load_profile("deltackpt")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_RECORD = "record"
 #: Files whose tests start clusters or many processes, which never run two at once.
 CROWDED = {
     "test_benchmarks",
@@ -48,6 +51,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         stem = item.path.stem
         item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
+
+
+@pytest.fixture
+def record(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """What takes lines about a test that are printed at the end, with its name."""
+    return functools.partial(record_property, _RECORD)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests recorded; their own output stays in the workers."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            lines = [line for name, line in report.user_properties if name == _RECORD]
+            if lines:
+                terminalreporter.section(report.nodeid)
+                terminalreporter.write_line("\n".join(map(str, lines)))
 
 
 @pytest.fixture(scope="session")

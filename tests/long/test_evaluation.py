@@ -11,7 +11,7 @@ SECS = 60
 
 
 def test_a_reader_beside_trainer_and_retention_always_gets_a_whole_step(
-    trainees, second_trainees, tmp_path, capsys
+    trainees, second_trainees, tmp_path, record
 ):
     root = tmp_path / "root"
     first = trainees.run("train", root, saves=1)
@@ -27,13 +27,12 @@ def test_a_reader_beside_trainer_and_retention_always_gets_a_whole_step(
     assert [note for note in reading.noted("read") if note["wrong"] is not None] == []
     assert read == sorted(read)
     removed = sum("removal" in name for name in _phases(trained))
-    with capsys.disabled():
-        print(
-            f"\n{len(read)} restores of {len(set(read))} steps in {SECS} s, while "
-            f"{len(trained.noted('committed'))} steps were saved and {removed} calls removed some; "
-            f"a newer step was taken {sum(note['retries'] for note in reading.noted('read'))} "
-            "times because the one being read was removed"
-        )
+    record(
+        f"{len(read)} restores of {len(set(read))} steps in {SECS} s, while "
+        f"{len(trained.noted('committed'))} steps were saved and {removed} calls removed some; "
+        f"a newer step was taken {sum(note['retries'] for note in reading.noted('read'))} "
+        "times because the one being read was removed"
+    )
     assert len(set(read)) > 5
     assert removed
 

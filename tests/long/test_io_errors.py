@@ -27,7 +27,7 @@ SAVES = 5
     ids=["one EIO", "one ENOSPC", "ENOSPC until space is freed"],
 )
 def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
-    trainees, tmp_path, capsys, action, number
+    trainees, tmp_path, record, action, number
 ):
     rehearsal = trainees.run("suffer", tmp_path / "rehearsal", saves=SAVES)
     assert rehearsal.status == 0, trainees.diagnosis()
@@ -49,7 +49,6 @@ def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
         assert ended.last("restored", "step") >= ended.last("committed", "step"), (where, ended)
         assert ended.last("restored", "wrong") is None, (where, ended.notes)
         assert harness.newest(root) == ended.last("restored", "step")
-    with capsys.disabled():
-        print(f"\n{FAULTS} faults over {calls} calls:")
-        for name, count in outcomes.most_common():
-            print(f"  {count:4d} {name}")
+    record(f"{FAULTS} faults over {calls} calls:")
+    for name, count in outcomes.most_common():
+        record(f"  {count:4d} {name}")

@@ -39,7 +39,7 @@ def check_start(ended: Ended, standing: int, waited_for: int, trainees: Trainees
 
 
 def test_killed_at_any_io_step_the_newest_committed_step_restores_exactly(
-    trainees, tmp_path, capsys
+    trainees, tmp_path, record
 ):
     rehearsal = trainees.run("train", tmp_path / "rehearsal", saves=SAVES)
     assert rehearsal.status == 0, trainees.diagnosis()
@@ -72,11 +72,10 @@ def test_killed_at_any_io_step_the_newest_committed_step_restores_exactly(
     ended = trainees.run("train", root, saves=SAVES)
     assert ended.status == 0, trainees.diagnosis()
     check_start(ended, standing, waited_for, trainees)
-    with capsys.disabled():
-        print(f"\n{hits.total()} kills in {runs} runs, up to step {standing}; killed in")
-        for name in harness.PHASES:
-            print(f"  {name:40s} {hits[name]:4d} {'#' * hits[name]}")
-        print("  " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    record(f"{hits.total()} kills in {runs} runs, up to step {standing}; killed in")
+    for name in harness.PHASES:
+        record(f"  {name:40s} {hits[name]:4d} {'#' * hits[name]}")
+    record("  " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
 
 
 def _killing_call(ended: Ended, at: int, match: str) -> tuple[str, str]:

@@ -96,7 +96,7 @@ def train_and_cut(trainees: Trainees, disk: Disk, root: Path, secs: float, **wha
     return running.ended()
 
 
-def test_a_step_that_was_waited_for_survives_a_power_cut(trainees, disk, tmp_path, capsys):
+def test_a_step_that_was_waited_for_survives_a_power_cut(trainees, disk, tmp_path, record):
     random_ = random.Random(1)
     root = disk.mount / "root"
     phases: collections.Counter[str] = collections.Counter()
@@ -116,14 +116,13 @@ def test_a_step_that_was_waited_for_survives_a_power_cut(trainees, disk, tmp_pat
     ended = trainees.run("train", root, saves=SAVES)
     assert ended.status == 0, trainees.diagnosis()
     _check_start(ended, waited_for, trainees)
-    with capsys.disabled():
-        kind = _run("findmnt", "--noheadings", "--output", "FSTYPE", str(disk.mount)).strip()
-        print(
-            f"\n{kind}: {cuts} power cuts, {in_flight} with a save in flight, up to step "
-            f"{waited_for}: every step that was waited for restored exactly; cut in"
-        )
-        for name, count in phases.most_common():
-            print(f"  {name:40s} {count:4d}")
+    kind = _run("findmnt", "--noheadings", "--output", "FSTYPE", str(disk.mount)).strip()
+    record(
+        f"{kind}: {cuts} power cuts, {in_flight} with a save in flight, up to step "
+        f"{waited_for}: every step that was waited for restored exactly; cut in"
+    )
+    for name, count in phases.most_common():
+        record(f"  {name:40s} {count:4d}")
 
 
 def _check_start(ended: Ended, waited_for: int, trainees: Trainees) -> None:

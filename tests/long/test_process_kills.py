@@ -68,7 +68,7 @@ def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
 
 
 def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
-    server, tmp_path, capsys
+    server, tmp_path, record
 ):
     draw = random.Random(0)
     root = tmp_path / "root"
@@ -103,7 +103,6 @@ def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
                     break
             assert job.processes[victim].status == -signal.SIGKILL, point
             hits["primary" if victim == 0 else "another", point] += 1
-    with capsys.disabled():
-        print(f"\n{hits.total()} kills, up to step {max(step_numbers(root))}; killed at")
-        for (which, point), count in sorted(hits.items()):
-            print(f"  {which:8s} {point:30s} {'#' * count}")
+    record(f"{hits.total()} kills, up to step {max(step_numbers(root))}; killed at")
+    for (which, point), count in sorted(hits.items()):
+        record(f"  {which:8s} {point:30s} {'#' * count}")

@@ -67,7 +67,7 @@ def newest(root: Path) -> int:
     return max((int(path.name) for path in root.glob("*") if path.name.isdecimal()), default=0)
 
 
-def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, capsys):
+def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record):
     draw = random.Random(0)
     root, model = tmp_path / "root", Model()
     template = model.at(0)
@@ -120,6 +120,5 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, capsys
         assert len(pids(running.status())) == 4
         service.stop(root)
     assert sum(KILLS.values()) >= 30
-    with capsys.disabled():
-        told = ", ".join(f"{kind}: {dict(found)}" for kind, found in sources.items())
-        print(f"\n{sum(KILLS.values())} kills, {newest(root)} steps; restores after {told}")
+    told = ", ".join(f"{kind}: {dict(found)}" for kind, found in sources.items())
+    record(f"{sum(KILLS.values())} kills, {newest(root)} steps; restores after {told}")
