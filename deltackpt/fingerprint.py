@@ -260,9 +260,10 @@ def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
     for number, array in enumerate((table, *slots)):
         words = _words(jnp.asarray(array))
         key = _keys(words.shape[1:], number)
+        row = tuple(range(1, words.ndim))
         lanes = [
             jnp.sum(
-                _mix(words * jnp.uint32(odd) ^ (key + jnp.uint32(seed))), axis=1, dtype=jnp.uint32
+                _mix(words * jnp.uint32(odd) ^ (key + jnp.uint32(seed))), axis=row, dtype=jnp.uint32
             )
             for odd, seed in ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
         ]
@@ -279,16 +280,16 @@ def _as_sharded(lanes: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of each row as uint32 words: (rows, words)."""
+    """The bits of each row as uint32 words: (rows, ...), cut as the array is."""
     patterns = bits(array)
     if patterns.dtype == jnp.uint64:
         patterns = lax.bitcast_convert_type(patterns, jnp.uint32)
-    return patterns.astype(jnp.uint32).reshape(array.shape[0], -1)
+    return patterns.astype(jnp.uint32)
 
 
 def _keys(shape: tuple[int, ...], number: int) -> jax.Array:
     """A key for each word of a row, different for each field."""
-    place = lax.iota(jnp.uint32, shape[0])
+    place = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     return _mix(place * jnp.uint32(2) + jnp.uint32(1)) + _mix(jnp.uint32(number + 1))
 
 

@@ -119,6 +119,18 @@ def test_the_sharding_does_not_matter(axis_type, spec):
     np.testing.assert_array_equal(sharded, fingerprint(table, [table]))
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("rows", None, "columns"), P("rows", "columns"), P("rows")])
+def test_rows_of_several_axes_may_be_cut_along_any(axis_type, spec):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    devices = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
+    table = np.random.default_rng(0).normal(size=(8, 2, 6)).astype(np.float32)
+    with jax.set_mesh(devices):
+        sharded = fingerprint(jax.device_put(table, NamedSharding(devices, spec)))
+    np.testing.assert_array_equal(sharded, fingerprint(table.reshape(8, 12)))
+
+
 def test_a_grown_table_is_an_error():
     with pytest.raises(TrackingError, match="expected 3 rows as before, found 4"):
         changed_rows(fingerprint(jnp.zeros((3, 1))), fingerprint(jnp.zeros((4, 1))))
