@@ -437,7 +437,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="keep outcomes here; known ones are not run")
     parser.add_argument("--from", type=Path, dest="earlier", help="only report these outcomes")
     parser.add_argument("--plots", type=Path, help="write plots into this directory")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     return parser.parse_args()
 
 

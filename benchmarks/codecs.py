@@ -234,7 +234,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
     )
     add_speeds(report, measure_speeds(root, rows, options.repeats))
     add_errors(report, root, inputs)
-    report.show(options.json)
+    report.show(options.json, options.markdown)
 
 
 def main() -> int:

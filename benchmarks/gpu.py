@@ -299,7 +299,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
     count = max(1024, round(ENCODED_ROWS * min(1.0, options.scale)))
     random = jax.random.normal(jax.random.key(0), (count, states.WIDTH))
     add_encoding(report, measure_encoding(random, options.repeats), random)
-    report.show(options.json)
+    report.show(options.json, options.markdown)
 
 
 def main() -> int:

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        run(options, Path(directory) / "run").show(options.json)
+        run(options, Path(directory) / "run").show(options.json, options.markdown)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,16 +140,37 @@ class Report:
         """Adds a line below the table."""
         self._notes.append(text)
 
-    def show(self, path: Path | None) -> None:
-        """Prints the table, and writes the ratios to ``path`` as JSON."""
+    def markdown(self) -> str:
+        """The table as the documentation has it."""
+        columns = [
+            [str(column.header), *(re.sub(r"\[\w+\]", "", str(cell)) for cell in column.cells)]
+            for column in self._table.columns
+        ]
+        lines = [
+            f"| {' | '.join((*row[:5], ' '.join(filter(None, row[5:]))))} |"
+            for row in zip(*columns, strict=True)
+        ]
+        lines.insert(1, f"|{' --- |' * 6}")
+        return "\n".join(lines)
+
+    def show(self, path: Path | None, markdown: Path | None = None) -> None:
+        """Prints the table.
+
+        Args:
+          path: a file that the ratios are written to as JSON.
+          markdown: a file that the table is written to, and what stands below it.
+        """
         console = Console(width=max(_WIDTH, Console().width), highlight=False)
         console.print(self._table)
         for text in self._notes:
             console.print(text)
-        console.print(f"{self._sizes}\n{machine()}")
+        below = f"{self._sizes}\n{machine()}"
+        console.print(below)
         if path is not None:
             entries = [dataclasses.asdict(bar) | {"holds": bar.holds} for bar in self._bars]
             path.write_text(json.dumps(entries, indent=1) + "\n")
+        if markdown is not None:
+            markdown.write_text("\n".join([self.markdown(), "", *self._notes, below, ""]))
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -157,6 +179,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the ratios and bars to this file")
+    parser.add_argument("--markdown", type=Path, help="write the table for the docs to this file")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the sizes")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved rounds")
     parser.add_argument("--directory", type=Path, help="where to make a temporary directory")

@@ -12,7 +12,7 @@ does not suffice for a size it is left out, and the report says so.
 Then: how far the service lags behind commits while a trainer saves, what its following costs the
 trainer's steps, and how fast a chain is compacted, against a plain write of as many bytes.
 
-python benchmarks/restore_service.py --json restore_service.json --markdown
+python benchmarks/restore_service.py --json restore_service.json
 python benchmarks/restore_service.py --scale 0.02 --repeats 2      # a smoke test
 """
 
@@ -468,23 +468,6 @@ def plain_write(path: Path, nbytes: int) -> float:
     return seconds
 
 
-class Tables(Report):
-    """A report that can be put into the documentation."""
-
-    def markdown(self) -> str:
-        """The table as the documentation has it."""
-        columns = [
-            [str(column.header), *(re.sub(r"\[\w+\]", "", str(cell)) for cell in column.cells)]
-            for column in self._table.columns
-        ]
-        lines = [
-            f"| {' | '.join((*row[:5], ' '.join(filter(None, row[5:]))))} |"
-            for row in zip(*columns, strict=True)
-        ]
-        lines.insert(1, f"|{' --- |' * 6}")
-        return "\n".join(lines)
-
-
 def add_restores(report: Report, size: str, found: Figures) -> None:
     """Lines of one size."""
 
@@ -541,7 +524,7 @@ def add_following(report: Report, found: Figures, followed: Followed) -> None:
 
 def run(options: argparse.Namespace, root: Path) -> None:
     """Measures the chosen parts and prints the table."""
-    report = Tables(
+    report = Report(
         "Recovery",
         sizes=(
             f"State W at 1 and {SIZES['4']} times its size (1.04 and 4.0 GB) times "
@@ -596,9 +579,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
             f"Compaction reads {sizes['read'] / 1e9:.2f} GB, of base + {save_restore.CHAIN} "
             f"deltas, and writes {sizes['written'] / 1e9:.2f} GB; it runs at a lowered priority."
         )
-    report.show(options.json)
-    if options.markdown:
-        print(report.markdown())
+    report.show(options.json, options.markdown)
 
 
 def state_bytes(scale: float) -> int:
@@ -639,7 +620,6 @@ def main() -> int:
     known = ("restores", "following", "compaction")
     parser.add_argument("--parts", nargs="+", choices=known, default=known, help="what to measure")
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES], default=[*SIZES], help="in GB")
-    parser.add_argument("--markdown", action="store_true", help="print the table for the docs too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="restore-service-", dir=options.directory) as place:
         run(options, Path(place))

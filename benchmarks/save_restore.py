@@ -333,7 +333,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
         for path in root.iterdir():
             shutil.rmtree(path)
         add_memory(report, measure_memory(root, options.repeats, options.scale))
-    report.show(options.json)
+    report.show(options.json, options.markdown)
 
 
 def main() -> int:

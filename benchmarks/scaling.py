@@ -379,7 +379,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
     report.note(
         f"Every state that was restored was {'equal, bit for bit' if equal else 'DIFFERENT'}."
     )
-    report.show(options.json)
+    report.show(options.json, options.markdown)
 
 
 def main() -> int:

@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> None:
         options.repeats,
     )
     report.state("fingerprints of all rows, per save", prints, secs)
-    report.show(options.json)
+    report.show(options.json, options.markdown)
 
 
 def main() -> int:

@@ -169,7 +169,7 @@ def main() -> int:
         for steps in (max(1, options.every // 10), options.every)
     ]
     report.note(f"Rows touched: {', '.join(shares)}.")
-    report.show(options.json)
+    report.show(options.json, options.markdown)
     return 0
 
 

@@ -53,7 +53,7 @@ def test_a_save_that_was_never_seen_in_the_service_counts_until_the_next_that_wa
 
 
 def test_markdown_has_a_line_for_each_row_and_no_markup():
-    report = restore_service.Tables("title", sizes="sizes")
+    report = Report("title", sizes="sizes")
     report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
     report.state("stated", Sample((7.0,)), secs)
     assert report.markdown().splitlines()[2:] == [
@@ -76,7 +76,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
         ("gpu.py", ["--allow-cpu", "--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("scaling.py", ["--scale", "0.02", "--repeats", "1", "--processes", "1", "2"]),
         ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
-        ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1", "--markdown"]),
+        ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
         (
             "training.py",
@@ -85,8 +85,8 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
     ],
 )
 def test_benchmark_runs_at_a_small_scale(tmp_path, name, arguments):
-    path = tmp_path / "out.json"
-    places = ["--directory", str(tmp_path), "--json", str(path)]
+    path, table = tmp_path / "out.json", tmp_path / "out.md"
+    places = [f"--directory={tmp_path}", f"--json={path}", f"--markdown={table}"]
     # The tests' virtual devices would share out the two cores.
     environment = os.environ | {"XLA_FLAGS": ""}
     subprocess.run(
@@ -95,3 +95,4 @@ def test_benchmark_runs_at_a_small_scale(tmp_path, name, arguments):
     entries = json.loads(path.read_text())
     assert entries
     assert all(set(entry) == {"name", "ratio", "bar", "holds"} for entry in entries)
+    assert table.read_text().count("\n|") > 2
