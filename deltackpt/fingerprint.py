@@ -73,13 +73,23 @@ def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
       fields: the tables and slots.
       layout: the layout of the same split. Slots that are ``always`` written are left out.
     """
+    return {
+        name: fingerprint(fields[name][blocks.VALUES], [fields[name][slot] for slot in slots])
+        for name, slots in _hashed_slots(layout).items()
+    }
+
+
+def _hashed_slots(layout: Layout) -> dict[str, list[str]]:
+    """Slots that a fingerprint covers, by table name: those that are not ``always`` written."""
     groups = {group.name: group for group in layout.groups}
-    result = {}
-    for table in layout.tables:
-        names = [spec.name for spec in groups[table.group].fields if not spec.always]
-        arrays = [fields[table.name][name] for name in names if name != blocks.VALUES]
-        result[table.name] = fingerprint(fields[table.name][blocks.VALUES], arrays)
-    return result
+    return {
+        table.name: [
+            spec.name
+            for spec in groups[table.group].fields
+            if spec.name != blocks.VALUES and not spec.always
+        ]
+        for table in layout.tables
+    }
 
 
 def verify_tracking(
@@ -158,7 +168,7 @@ class RowTracker:
           fields: the tables and slots as restored.
           layout: their layout.
         """
-        fields = _on_devices(fields)
+        fields = _on_devices(fields, layout)
         now = fingerprints(fields, layout)
         fresh = touched.init({name: fields[name][blocks.VALUES] for name in now})
         self._take(now, fresh)
@@ -175,7 +185,7 @@ class RowTracker:
         Returns:
           The TouchState, for ``save(touched=...)``.
         """
-        fields = _on_devices(fields)
+        fields = _on_devices(fields, layout)
         now = fingerprints(fields, layout)
         stamps = touched.init({name: fields[name][blocks.VALUES] for name in now}).stamps
         changed = {}
@@ -195,18 +205,20 @@ class RowTracker:
         self._before, self._touched = jax.block_until_ready((now, found))
 
 
-def _on_devices(fields: Fields) -> dict[str, dict[str, jax.Array]]:
-    """The tables, each with its slots beside it.
+def _on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]]:
+    """The tables, each with the slots that are hashed beside it.
 
     A table of the host stays on a CPU device: an accelerator may have no room for it.
     """
     found = {}
-    for name, leaves in fields.items():
+    for name, slots in _hashed_slots(layout).items():
+        leaves = fields[name]
         table = leaves[blocks.VALUES]
         if not isinstance(table, jax.Array):
             table = jax.device_put(_uncut(np.asarray(table)), _host_device())
-        found[name] = {field: _beside(leaf, table) for field, leaf in leaves.items()}
-        found[name][blocks.VALUES] = table
+        found[name] = {blocks.VALUES: table} | {
+            slot: _beside(leaves[slot], table) for slot in slots
+        }
     return found
 
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import deltackpt
-from deltackpt import touched
+from deltackpt import blocks, touched
 from deltackpt.errors import OptionError, SaveFailed, TrackingError
 from deltackpt.fingerprint import (
     RowTracker,
@@ -193,6 +193,17 @@ def test_always_slots_are_no_part_of_a_fingerprint():
         ).tolist()
         == []
     )
+
+
+def test_a_look_leaves_always_slots_where_they_are():
+    state = {"tables": {"a": jnp.ones((3, 2))}, "slots": {"a": np.ones((3, 2))}}
+    slots = {"tables/*": {"s": "slots/{name}"}}
+    parts = split(state, Tables(select="tables/*", slots=slots, always="s"))
+    [leaves] = parts.fields.values()
+    [always] = [name for name in leaves if name != blocks.VALUES]
+    leaves[always] = None  # Nothing can be done with it.
+    [stamps] = RowTracker().look(parts.fields, parts.layout).stamps.values()
+    assert stamps.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(1e-2), optax.adagrad(0.1), optax.sgd(1.0)])
