@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -555,7 +555,8 @@ class CheckpointManager:
         if self._restored is None:
             return
         # The others list no steps before process 0 has moved them.
-        with self._together(f"going on from step {self._restored} with step {step}", fatal=True):
+        what = f"going on from step {self._restored} with step {step}"
+        with self._peers.together(what, fatal=True):
             moved = self._root.roll_back(self._restored, self._lineage.run)
         self._newest, self._restored = self._restored, None
         if moved or self._peers.count > 1:
@@ -717,12 +718,12 @@ class CheckpointManager:
         service: Service = None,
     ) -> Restored:
         started = time.perf_counter()
-        with self._together(f"finding step {step}"):
+        with self._peers.together(f"finding step {step}"):
             found = self._steps.find(step, template, rows, service)
         found_at = time.perf_counter()
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = SaveId(*self._peers.agree("choosing a save", own))
-        with self._together(f"restoring step {step}"):
+        with self._peers.together(f"restoring step {step}"):
             loaded = self._steps.load(found, agreed, progress)
         read_at = time.perf_counter()
         merged = loaded.tables
@@ -733,7 +734,7 @@ class CheckpointManager:
             state, fresh = restoring.joined(template, found, loaded)
             if items:
                 extra = self._steps.items(found, items)
-                with self._together(f"restoring items of step {step}"):
+                with self._peers.together(f"restoring items of step {step}"):
                     found.check_stays()
             if not self.options.read_only:
                 self._go_on_from(found, merged, state)
@@ -805,33 +806,6 @@ class CheckpointManager:
         if text is not None:
             raise PeerFailed(f"{directory}: expected process 0 to open it, found that {text}")
         return root or Root.open(directory, item=self._item, read_only=True), run
-
-    @contextlib.contextmanager
-    def _together(self, what: str, *, fatal: bool = False) -> Iterator[None]:
-        """Work after which every process raises, or none.
-
-        Args:
-          what: what is being done.
-          fatal: whether another step would not do either where it fails.
-
-        Raises:
-          RestoreError: another process could not restore this step; it is named.
-          PeerFailed: another process could not go on at all; it is named.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-            fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
-        failures = self._peers.failures(what, error, fatal=error is not None and fatal)
-        worst = [failure for failure in failures if failure.fatal] or failures
-        if error is not None and (fatal or not worst[0].fatal):
-            raise error
-        if worst:
-            process, text, is_fatal = worst[0]
-            kind = PeerFailed if is_fatal else RestoreError
-            raise kind(f"{what}: expected it on every process, found on process {process} {text}")
 
     # Orbax.
 

@@ -43,11 +43,14 @@ CROWDED = {
     "test_scaling",
     "test_service",
     "test_service_kills",
+    "test_t5x_processes",
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same."""
+    if not config.pluginmanager.has_plugin("xdist"):
+        return
     for item in items:
         stem = item.path.stem
         item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))

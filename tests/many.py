@@ -39,10 +39,16 @@ Answer = dict[str, Any]
 class Server:
     """Forks the processes of jobs from one that has imported everything."""
 
-    def __init__(self) -> None:
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    def __init__(self, worker: str = many_worker.__file__, **environment: str):
+        """Starts it.
+
+        Args:
+          worker: the file of what it imports, and of what its processes run.
+          **environment: of its processes.
+        """
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment
         self._process = subprocess.Popen(
-            [sys.executable, many_worker.__file__],
+            [sys.executable, worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

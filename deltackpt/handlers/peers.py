@@ -8,9 +8,11 @@ goes on in the background of a save is ``rendezvous``'s, which uses no collectiv
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +21,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from deltackpt import processes
-from deltackpt.errors import PeerMissing
+from deltackpt.errors import PeerFailed, PeerMissing, RestoreError
 
 #: Directory to how many managers it had in this process: the keys of barriers are the job's.
 _managers: collections.Counter[str] = collections.Counter()
@@ -99,6 +101,51 @@ class Peers:
             Failure(int(process), self._told(text, int(process)), bool(found[process, 1]))
             for process in np.flatnonzero(found[:, 0])
         ]
+
+    @contextlib.contextmanager
+    def together(self, what: str, *, fatal: bool = False) -> Iterator[None]:
+        """Work after which every process raises, or none.
+
+        Args:
+          what: what is being done.
+          fatal: whether another step would not do either where it fails.
+
+        Raises:
+          RestoreError: another process could not do it, and another step may do; it is named.
+          PeerFailed: another process could not go on at all; it is named.
+          PeerMissing: a process did not come in time.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+            fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
+        failures = self.failures(what, error, fatal=error is not None and fatal)
+        worst = [failure for failure in failures if failure.fatal] or failures
+        if error is not None and (fatal or not worst[0].fatal):
+            raise error
+        if worst:
+            process, text, is_fatal = worst[0]
+            kind = PeerFailed if is_fatal else RestoreError
+            raise kind(f"{what}: expected it on every process, found on process {process} {text}")
+
+    def of_first(self, what: str, find: Callable[[], Any]) -> Any:
+        """What process 0 finds, on every process.
+
+        Args:
+          what: what is being found.
+          find: called on process 0 alone; its result is whatever json can write.
+
+        Raises:
+          RestoreError, PeerFailed: process 0 could not find it; there its own error is raised.
+          PeerMissing: a process did not come in time.
+        """
+        found = None
+        with self.together(what):
+            if self.index == 0:
+                found = find()
+        return self.agree(what, found)
 
     def named(self, what: str, error: BaseException) -> PeerMissing:
         """A barrier of the coordination service that was not met in time, with who was missing."""

@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from deltackpt import inspect, integrity, layout, processes
 from deltackpt.errors import (
@@ -38,6 +37,7 @@ from deltackpt.errors import (
     TemplateMismatch,
 )
 from deltackpt.groups import CodecOption
+from deltackpt.handlers.peers import Peers
 from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x_model import ModelLeaves, cast, flat, leaves_of, taken
 from deltackpt.integrations.t5x_modules import checkpoints, utils
@@ -174,6 +174,9 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     Checkpoints that T5X itself wrote stay what they are, and are restored by T5X's code: a run can
     go on from one with deltackpt, and its first save is a base.
+
+    In a job of several processes each makes one, and calls it at the same points; ``all_steps`` and
+    ``latest_step`` are answered by each for itself. What is restored process 0 chooses.
     """
 
     def __init__(
@@ -220,6 +223,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
           UnsupportedRoot: the directory is not in a file system.
           OptionError: both T5X and ``options.retention`` say which steps stay; or there are steps
             of ours that T5X did not see.
+          PeerFailed, PeerMissing: another process could not make its own, or did not come.
         """
         self._train_state = train_state
         self._partitioner = partitioner
@@ -231,7 +235,10 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._directory = os.fspath(directory)
         self._model = ModelLeaves(train_state, partitioner)
         self._links = StepLinks(model_dir_of(directory))
-        self._newest_link = _agreed(max(self._links.steps(), default=None))
+        self._peers = Peers(f"t5x:{self._links.model_dir}", settings.options.timeouts.peers_secs)
+        self._newest_link = self._peers.of_first(
+            "looking for checkpoints", lambda: max(self._links.steps(), default=None)
+        )
         retention = retention_of(
             self._links.model_dir,
             keep,
@@ -258,6 +265,8 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
         #: The step that the state of this run has in this directory.
         self._at: int | None = None
+        #: Whether no step of ours has a name yet; the same on every process.
+        self._unnamed = False
         self._writer: CheckpointManager | None = None
         if save_dtype is not None or period is not None:
             self._writer = self._open_writer()
@@ -313,7 +322,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if self._writer is None:
             self._writer = self._open_writer()
         state = self._saved_form(train_state, state_transformation_fns)
-        first = not self._links.steps()
+        first = self._unnamed
         if not first and self._keeps_names(self._writer):
             self._links.add(step)
         failure: SaveFailed | None = None
@@ -326,7 +335,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             failure = error
         if first:
             self._wait(self._writer)
-        self._at = self._newest_link = step
+        self._at, self._newest_link, self._unnamed = step, step, False
         if self._keeps_names(self._writer):
             self._links.match([*self._committed(), step])
         self._tell(self._writer, failure)
@@ -384,6 +393,8 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         behind. An older step is that step: the next save moves the later ones aside. So it is where
         the newest names were removed, which is how one goes back in T5X.
 
+        Of several processes process 0 chooses, and where one cannot read its part none goes on.
+
         Args:
           step: of the model directory; the newest where neither it nor a path is given.
           path: ``<model_dir>/checkpoint_<step>``, of this model directory or another.
@@ -401,30 +412,32 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
           OptionError: a trainer goes back to a checkpoint of T5X's own from which steps of ours go
             on.
           RestoreError: what is wrong with the step.
+          PeerFailed, PeerMissing: another process could not go on, or did not come.
         """
         if step is not None and path is not None:
             raise ValueError("expected a step or a path, found both; give one of them")
-        links = self._links
-        if path is not None:
-            model_dir, step = checkpoints.get_step_from_checkpoint_dir(os.fspath(path))
-            links = StepLinks(model_dir)
-        own = links.model_dir.resolve() == self._links.model_dir.resolve()
-        step = max(self.all_steps(), default=0) if step is None else step
-        if step in links.others() or not links.root.is_dir():
-            if own and self._writer is not None:
-                self._check_none_above(step)
-            path = os.fspath(path or self._links.model_dir / f"checkpoint_{step}")
-            restored = self._restore_stock(path, fallback_state, state_transformation_fns)
-            self._at = step if own else self._at
+        found_path, is_stock = self._peers.of_first(
+            "choosing a checkpoint", lambda: self._checkpoint(step, path)
+        )
+        model_dir, chosen = checkpoints.get_step_from_checkpoint_dir(found_path)
+        links = StepLinks(model_dir)
+        own = self._is_own(links)
+        if is_stock:
+            restored = self._restore_stock(found_path, fallback_state, state_transformation_fns)
+            self._at = chosen if own else self._at
             return restored
         if own and self._writer is not None:
-            leaves = self._resumed(self._writer, step, state_transformation_fns)
+            leaves = self._resumed(self._writer, chosen, state_transformation_fns)
             state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
         else:
-            found = _opened(links, step)
-            leaves = self._model.chosen(leaves_of(found), state_transformation_fns)
+            chosen = self._readable(links, chosen)
+            with self._peers.together(f"reading step {chosen}"):
+                found = inspect.open(links.root).at(chosen)
+                leaves = self._model.chosen(leaves_of(found), state_transformation_fns)
+                leaves = self._model.read(leaves)
             state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
-            self._restore_data(found)
+            with self._peers.together(f"restoring the position of the data of step {chosen}"):
+                self._restore_data(found)
         return self._train_state.restore_state(state)
 
     # What is saved.
@@ -444,19 +457,24 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
                     options=self._options,
                 )
             )
-            steps = manager.all_steps()
-            if processes.index() == 0:
-                # A name that was removed to go back does not come again.
-                newest = self._links.newest_of(steps)
-                self._links.match([step for step in steps if newest is None or step <= newest])
+            steps = self._peers.of_first("naming steps", lambda: self._named(manager))
             if steps and self._newest_link is None:
                 raise OptionError(
                     f"{self._links.model_dir}: expected a checkpoint_<step> for each step in "
                     f"{self._links.root.name}, found the steps {steps} and none, so T5X did not "
                     "resume; they are there now: start again"
                 )
+            self._unnamed = not steps
             stack.pop_all()
             return manager
+
+    def _named(self, manager: CheckpointManager) -> list[int]:
+        """The committed steps, which have their names now."""
+        steps = manager.all_steps()
+        # A name that was removed to go back does not come again.
+        newest = self._links.newest_of(steps)
+        self._links.match([step for step in steps if newest is None or step <= newest])
+        return steps
 
     def _keeps_names(self, writer: CheckpointManager) -> bool:
         """Whether T5X's names are this process's to change: it holds the directory's lease."""
@@ -471,13 +489,21 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     def _is_committed(self) -> bool:
         """Whether the step that this run is at was committed; waits for its save in flight."""
-        if self._writer is not None:
-            try:
-                self._wait(self._writer)
-            except SaveFailed as error:
-                warnings.warn(f"{error}; it is saved anew", stacklevel=3)
-                return False
-        return True
+        if self._writer is None:
+            return True
+        at, failure = self._at, None
+        try:
+            self._wait(self._writer)
+        except SaveFailed as error:
+            failure = error
+        # A process that waited in vain may not know that process 0 has committed.
+        committed = self._peers.of_first("asking for the last save", lambda: failure is None)
+        if committed:
+            self._at = at
+        if failure is not None:
+            outcome = "process 0 has committed it" if committed else "it is saved anew"
+            warnings.warn(f"{failure}; {outcome}", stacklevel=3)
+        return committed
 
     def _wait(self, writer: CheckpointManager) -> None:
         """Waits for the save in flight; where it failed, its step may be saved again."""
@@ -524,18 +550,14 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self, writer: CheckpointManager, step: int, transformation_fns: Sequence[Callable[..., Any]]
     ) -> dict[str, Any]:
         """Leaves of a step of this run, from which the manager that saves goes on."""
-        committed = self._committed()
-        newest = step == self._newest_link or step >= max(committed, default=step)
-        named = _agreed(self._links.newest_of(committed))
-        later = [found for found in committed if named is not None and found > named]
-        if newest and named is not None and later:
+        step, newest, later = self._peers.of_first("choosing a step", lambda: self._goal(step))
+        if later:
             warnings.warn(
-                f"{self._links.model_dir}: going back to step {named}, the newest with a "
+                f"{self._links.model_dir}: going back to step {step}, the newest with a "
                 f"checkpoint_<step>; the later steps {later} have none, the next save moves them "
                 "aside",
                 stacklevel=3,
             )
-            step, newest = named, False
         stored = self._newest_leaves() if newest else self._stored_leaves(step)
         chosen = self._model.chosen(stored, transformation_fns)
         template = self._model.template(stored) if self._model.is_own(stored, chosen) else None
@@ -560,6 +582,52 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._at = restored.step
         return taken(chosen, stored, flat(restored.state))
 
+    def _goal(self, step: int) -> tuple[int, bool, list[int]]:
+        """Where a run that is to resume from a step goes on.
+
+        Returns:
+          The step; whether it means the newest intact one; and the later steps, where the names of
+          the newest were removed to go back.
+        """
+        committed = self._committed()
+        newest = step == self._newest_link or step >= max(committed, default=step)
+        named = self._links.newest_of(committed)
+        later = [found for found in committed if named is not None and found > named]
+        if newest and named is not None and later:
+            return named, False, later
+        return step, newest, []
+
+    def _checkpoint(self, step: int | None, path: str | None) -> tuple[str, bool]:
+        """The path of the checkpoint that is meant, and whether T5X itself wrote it."""
+        if path is None:
+            step = max(self.all_steps(), default=0) if step is None else step
+            path = os.fspath(self._links.model_dir / f"checkpoint_{step}")
+        model_dir, number = checkpoints.get_step_from_checkpoint_dir(os.fspath(path))
+        links = StepLinks(model_dir)
+        is_stock = number in links.others() or not links.root.is_dir()
+        if is_stock and self._is_own(links) and self._writer is not None:
+            self._check_none_above(number)
+        return os.fspath(path), is_stock
+
+    def _is_own(self, links: StepLinks) -> bool:
+        """Whether these are the names in the model directory of this job."""
+        return links.model_dir.resolve() == self._links.model_dir.resolve()
+
+    def _readable(self, links: StepLinks, step: int) -> int:
+        """The step, or the newest where it is not committed yet: somebody else may be writing."""
+
+        def committed() -> int:
+            newest = inspect.open(links.root).newest
+            return step if newest is None else min(step, newest)
+
+        found = self._peers.of_first("choosing a step", committed)
+        if found != step:
+            warnings.warn(
+                f"checkpoint_{step} in {links.model_dir} is not committed; reading step {found}",
+                stacklevel=3,
+            )
+        return found
+
     def _check_none_above(self, step: int) -> None:
         """Checks that a run can go on from a checkpoint of T5X's own."""
         above = [found for found in self._committed() if found > step]
@@ -580,31 +648,60 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         """
         if self._dataset_iterator is None:
             return
-        item_dir = step.path / _DATASET
-        if not item_dir.is_dir():
-            step.check_stands()
-            raise TemplateMismatch(
-                f"{step.path}: expected the position of the data ({_DATASET}), found that it was "
-                "saved without; leave restore_dataset, and save_dataset, off to start from it"
-            )
+        self._check_position(step)
         for damage in integrity.check_step_files(
             step.path, wanted=lambda name: name.startswith(f"{_DATASET}/")
         ):
             step.check_stands()
             raise damage
         [args] = self._items().values()
-        self._handlers[_DATASET].restore(epath.Path(item_dir), args)
+        self._handlers[_DATASET].restore(epath.Path(step.path / _DATASET), args)
         step.check_stands()
 
+    def _check_position(self, step: inspect.Step) -> None:
+        """Checks that a step holds the position of the data, of as many processes as there are.
+
+        Raises:
+          TemplateMismatch: the step was saved without it, or by more or fewer processes.
+          StepGone: the step was removed meanwhile.
+        """
+        if not (step.path / _DATASET).is_dir():
+            step.check_stands()
+            raise TemplateMismatch(
+                f"{step.path}: expected the position of the data ({_DATASET}), found that it was "
+                "saved without; leave restore_dataset, and save_dataset, off to start from it"
+            )
+        # T5X's names. Any of them, so that every process finds the same: not each has its own.
+        name = f"train_ds-*-of-{self._partitioner.get_data_layout().num_shards:03}"
+        if processes.count() > 1:
+            name = f"process_*-of-{processes.count()}/{name}"
+        if not any((step.path / _DATASET).glob(f"{name}*")):
+            step.check_stands()
+            files = (step.path / _DATASET).rglob("train_ds-*")
+            found = sorted({path.name.partition(".")[0] for path in files})
+            raise TemplateMismatch(
+                f"{step.path}: expected the position of the data as {name}, found "
+                f"{', '.join(found) or 'none'}; start as many processes as saved it, or leave "
+                "restore_dataset, and save_dataset, off to start from it"
+            )
+
     def _stored_leaves(self, step: int) -> dict[str, Any]:
-        return leaves_of(inspect.open(self._links.root).at(step))
+        with self._peers.together(f"reading what step {step} holds"):
+            found = inspect.open(self._links.root).at(step)
+            if self._dataset_iterator is not None:
+                self._check_position(found)
+            return leaves_of(found)
 
     def _newest_leaves(self) -> dict[str, Any]:
-        """Lazy leaves of the newest step that can be read."""
-        for step in sorted(self._committed(), reverse=True):
-            # restore_latest() says what is wrong with the others.
-            with contextlib.suppress(RestoreError):
+        """Lazy leaves of the newest step that every process can read."""
+        steps = self._peers.of_first("listing steps", self._committed)
+        for step in sorted(steps, reverse=True):
+            try:
                 return self._stored_leaves(step)
+            except RestoreError as error:
+                # restore_latest() says what is wrong with it.
+                if not error.another_step_may_do:
+                    raise
         raise NoIntactStep(
             f"{self._links.root}: expected a step that can be read, found none; copy the directory "
             "back from a backup, or start again in an empty model directory"
@@ -634,29 +731,6 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             stock.close()
 
 
-def _agreed(step: int | None) -> int | None:
-    """A step, or none, as process 0 finds it."""
-    agreed = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
-    return None if agreed < 0 else agreed
-
-
 def _handles_exception() -> bool:
     """Whether this is called in an ``except`` block, as by T5X before a preemption."""
     return sys.exc_info()[0] is not None
-
-
-def _opened(links: StepLinks, step: int) -> inspect.Step:
-    """A step that somebody else may be writing after; the newest where it is not committed yet.
-
-    Raises:
-      RestoreError: the step cannot be read.
-    """
-    found = inspect.open(links.root)
-    newest = found.newest
-    if newest is not None and step > newest:
-        warnings.warn(
-            f"checkpoint_{step} in {links.model_dir} is not committed; reading step {newest}",
-            stacklevel=3,
-        )
-        step = newest
-    return found.at(step)

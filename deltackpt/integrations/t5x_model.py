@@ -53,6 +53,15 @@ class ModelLeaves:
             }
         )
 
+    def read(self, chosen: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """What this process needs of these leaves, on its devices; waits for no other process.
+
+        Raises:
+          TemplateMismatch: a leaf has another shape than the model's.
+          RestoreError: a leaf cannot be read.
+        """
+        return {name: self._place(name, leaf) for name, leaf in chosen.items()}
+
     def placed(
         self, found: Mapping[str, Any], fallback_state: Mapping[str, Any], dtype: Any
     ) -> Any:

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-in for T5X in jobs of several real processes; see ``many.py`` and ``t5x_worker.py``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip(
+        "t5x.checkpoints", reason="T5X is on no package index; see docs/guide/t5x.md"
+    )
+    import t5x_worker
+
+from many import Job, Server
+
+from deltackpt import inspect
+
+#: Limit of a save that misses a process: longer than processes on a busy machine are apart.
+PEERS_SECS = 2.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server(t5x_worker.__file__, TF_CPP_MIN_LOG_LEVEL="2")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def opened(job: Job, model_dir: Path, **arguments: Any) -> None:
+    """All processes of a job have made the manager."""
+    job.all("open", model_dir=str(model_dir), **arguments)
+
+
+def restored(job: Job, path: Path, step: int, **arguments: Any) -> list[str]:
+    """All processes have restored the same step, bit for bit and in its place; what they warned."""
+    answers = job.all("restore", path=str(path), **arguments)
+    assert [(answer["step"], answer["wrong"]) for answer in answers] == [(step, None)] * job.count
+    return ["\n".join(answer["warnings"]) for answer in answers]
+
+
+def saved(job: Job, *steps: int) -> None:
+    """Steps are trained and saved, and committed when this returns."""
+    for step in steps:
+        job.all("train", to=step)
+        assert job.one("save")["taken"]
+    job.all("settle")
+
+
+def batches(job: Job) -> list[int]:
+    """How many batches each process has taken of its data."""
+    return [answer["batches"] for answer in job.all("position")]
+
+
+def kinds(model_dir: Path) -> dict[int, str | None]:
+    """What each step is, after a look at T5X's names: each step has one."""
+    names = {path.name: os.readlink(path) for path in model_dir.glob("checkpoint_*")}
+    found = inspect.open(model_dir / "deltackpt").saves
+    assert names == {f"checkpoint_{save.step}": f"deltackpt/{save.step}" for save in found}
+    return {save.step: save.kind for save in found}
+
+
+def rows(model_dir: Path, step: int) -> list[int]:
+    """Rows of the table that a delta holds."""
+    [found] = inspect.open(model_dir / "deltackpt").touched(step).values()
+    return found.tolist()
+
+
+@pytest.fixture(scope="module")
+def original(server, tmp_path_factory) -> Path:
+    """A model directory with steps 1 to 3, by a job of two processes that has ended."""
+    model_dir = tmp_path_factory.mktemp("original") / "model"
+    model_dir.mkdir()
+    with Job(server, model_dir.parent / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=2, data=True)
+        job.all("start")
+        saved(job, 1, 2, 3)
+        assert job.one("steps") == {"answer": "steps", "steps": [1, 2, 3], "newest": 3}
+        job.close()
+    return model_dir
+
+
+@pytest.fixture
+def model_dir(original, tmp_path) -> Path:
+    return shutil.copytree(original, tmp_path / "model", symlinks=True)
+
+
+# What a save of several processes holds.
+
+
+def test_processes_save_what_changed_under_the_names_of_t5x(original):
+    assert kinds(original) == {1: "base", 2: "delta", 3: "delta"}
+    assert rows(original, 3) == t5x_worker.changed(3)
+    found = sorted(path.name for path in (original / "deltackpt/3/dataset").glob("*/*.index"))
+    assert found == ["train_ds-000-of-002.index", "train_ds-001-of-002.index"]
+
+
+def test_what_two_processes_saved_resumes_on_two_and_on_one_and_back(server, tmp_path, model_dir):
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=2, data=True)
+        assert restored(job, model_dir, 3) == [""] * 2
+        assert batches(job) == [3, 3]
+        # An evaluation job beside it.
+        with Job(server, tmp_path / "jobs", processes=1, devices=2) as reader:
+            opened(reader, model_dir, reads=True)
+            restored(reader, model_dir / "checkpoint_3", 3)
+            reader.close()
+        saved(job, 4)
+        # As T5X asks for it once more when it stops early.
+        assert not job.one("save")["taken"]
+        job.close()
+    with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
+        opened(job, model_dir, partitions=2)
+        restored(job, model_dir, 4)
+        # The step that one process saves in its place is another.
+        restored(job, model_dir / "checkpoint_3", 3)
+        saved(job, 4)
+        job.close()
+    assert kinds(model_dir)[4] == "delta"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=4)
+        restored(job, model_dir, 4)
+        saved(job, 5)
+        # Through a transformation too.
+        restored(job, model_dir / "checkpoint_4", 4, renames=True)
+        job.close()
+    assert kinds(model_dir)[5] == "delta" and rows(model_dir, 5) == t5x_worker.changed(5)
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_a_table_may_be_replicated_or_cut_across_processes(server, tmp_path, partitions):
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=partitions, data=True)
+        job.all("start")
+        saved(job, 1, 2)
+        job.all("close")
+        opened(job, model_dir, partitions=partitions, data=True)
+        restored(job, model_dir, 2)
+        assert batches(job) == [2, 2]
+        saved(job, 3)
+        job.all("close")
+        # With another sharding than it was saved with.
+        opened(job, model_dir, partitions=2)
+        restored(job, model_dir / "checkpoint_2", 2)
+        job.all("train", to=3)
+        # Process 0 has moved the later step aside.
+        assert "rolled-back" in str(job.all("save")[0]["warnings"])
+        job.close()
+    assert kinds(model_dir) == {1: "base", 2: "delta", 3: "delta"}
+    assert rows(model_dir, 3) == t5x_worker.changed(3)
+
+
+def test_the_position_of_the_data_is_that_of_as_many_processes(server, tmp_path, model_dir):
+    with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
+        for reads in (False, True):
+            opened(job, model_dir, data=True, reads=reads)
+            [answer] = job.each("restore", path=str(model_dir))
+            assert answer["error"]["type"] == "TemplateMismatch"
+            assert "train_ds-*-of-001, found train_ds-000-of-002," in answer["error"]["text"]
+            job.all("close")
+        job.close()
+    # Each process of an evaluation job has its own, too.
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=2, data=True, reads=True)
+        restored(job, model_dir / "checkpoint_2", 2)
+        assert batches(job) == [2, 2]
+        job.close()
+
+
+def test_processes_go_on_from_a_checkpoint_of_t5x(server, tmp_path):
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        # Asked for a dtype of the parameters T5X gives it to the step, too.
+        opened(job, model_dir, partitions=2, data=True, stock=True, dtype=None)
+        job.all("start")
+        job.all("train", to=1)
+        assert job.one("save")["taken"]
+        job.all("close")
+        opened(job, model_dir, partitions=2, data=True, dtype=None)
+        restored(job, model_dir, 1)
+        assert batches(job) == [1, 1]
+        saved(job, 2, 3)
+        # A run goes on from ours alone.
+        errors = [
+            answer["error"] for answer in job.each("restore", path=f"{model_dir}/checkpoint_1")
+        ]
+        assert [error["type"] for error in errors] == ["OptionError", "PeerFailed"]
+        job.close()
+    found = inspect.open(model_dir / "deltackpt").saves
+    assert [(save.step, save.kind) for save in found] == [(2, "base"), (3, "delta")]
+
+
+# Where processes see different things.
+
+
+@pytest.mark.parametrize(("behind", "reads"), [(0, True), (0, False), (1, False)])
+def test_processes_take_the_same_step_where_one_sees_an_older_listing(
+    server, tmp_path, model_dir, behind, reads
+):
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.ask("hide", of=[behind], step=3)
+        job.answers(of=[behind])
+        opened(job, model_dir, partitions=2, data=True, reads=reads)
+        # As process 0 sees it.
+        restored(job, model_dir, 2 if behind == 0 else 3)
+        job.close()
+
+
+def test_no_process_goes_on_where_one_cannot_read(server, tmp_path, model_dir):
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=2, reads=True)
+        job.ask("spoil", of=[1])
+        job.answers(of=[1])
+        errors = [answer["error"] for answer in job.each("restore", path=str(model_dir))]
+        assert [error["type"] for error in errors] == ["RestoreError", "Damaged"]
+        assert "found on process 1" in errors[0]["text"]
+        # A trainer goes on from what each can read.
+        opened(job, model_dir, partitions=2)
+        job.ask("spoil", of=[1])
+        job.answers(of=[1])
+        restored(job, model_dir, 3)
+        saved(job, 4)
+        job.close()
+
+
+def test_a_start_that_process_0_refuses_is_refused_on_every_process(server, tmp_path, model_dir):
+    for step in (1, 2, 3):
+        (model_dir / f"checkpoint_{step}").unlink()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        arguments = {"model_dir": str(model_dir), "partitions": 2}
+        for answer in job.each("open", **arguments):
+            assert answer["error"]["type"] == "OptionError"
+            assert "start again" in answer["error"]["text"]
+        opened(job, model_dir, partitions=2)
+        restored(job, model_dir, 3)
+        job.close()
+
+
+# Where saves fail and processes die.
+
+
+def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_rows(
+    server, tmp_path
+):
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=2)
+        job.all("start")
+        job.all("train", to=1)
+        job.ask("fault", of=[1], at="before its part")
+        job.answers(of=[1])
+        # The first is waited for, and has no name until it is committed.
+        for answer in job.each("save"):
+            assert answer["error"]["type"] == "SaveFailed"
+        assert not list(model_dir.glob("checkpoint_*"))
+        saved(job, 1)
+        job.ask("fault", of=[1], at="before its part")
+        job.answers(of=[1])
+        job.all("train", to=2)
+        assert job.one("save")["taken"]
+        job.all("train", to=3)
+        for answer in job.all("save", emergency=True):
+            assert answer["taken"] and "step 2 failed" in str(answer["warnings"])
+        assert kinds(model_dir) == {1: "base", 3: "delta"}
+        assert rows(model_dir, 3) == sorted(t5x_worker.changed(2) + t5x_worker.changed(3))
+        # The step itself may be asked for again.
+        job.ask("fault", of=[0], at="before its part")
+        job.answers(of=[0])
+        job.all("train", to=4)
+        assert job.one("save")["taken"]
+        for answer in job.all("save"):
+            assert answer["taken"] and "saved anew" in str(answer["warnings"])
+        job.close()
+    assert kinds(model_dir) == {1: "base", 3: "delta", 4: "delta"}
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_is_named_and_a_restart_goes_on_from_the_newest_committed_step(
+    server, tmp_path, model_dir, killed
+):
+    other = 1 - killed
+    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
+        opened(job, model_dir, partitions=2, data=True)
+        restored(job, model_dir, 3)
+        job.all("limit", peers_secs=PEERS_SECS)
+        job.ask("arm", of=[killed], at="before its manifest", action="kill")
+        job.answers(of=[killed])
+        job.all("train", to=4)
+        job.ask("save")
+        assert "error" not in job.answers(of=[other])[0]
+        job.processes[killed].wait_reached("before its manifest")
+        job.ask("settle", of=[other])
+        [answer] = job.answers(of=[other])
+        assert answer["error"]["type"] == "SaveFailed"
+        assert answer["error"]["cause"]["type"] == "PeerMissing"
+        assert answer["error"]["cause"]["processes"] == [killed]
+    assert (model_dir / "checkpoint_4").is_symlink()
+    assert not (model_dir / "deltackpt" / "4").exists()
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        opened(job, model_dir, partitions=2, data=True)
+        for told in restored(job, model_dir / "checkpoint_4", 3):
+            assert "going on from step 3" in told
+        assert batches(job) == [3, 3]
+        saved(job, 4)
+        job.close()
+    assert kinds(model_dir)[4] == "delta" and rows(model_dir, 4) == t5x_worker.changed(4)
