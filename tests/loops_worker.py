@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import deltackpt
-from deltackpt.errors import TemplateMismatch
+from deltackpt.errors import PeerFailed, TemplateMismatch
 from deltackpt.integrations.loop import LoopCheckpoints
 
 ROWS, WIDTH, BATCH, STEPS = 64, 4, 4, 10
@@ -29,7 +29,14 @@ SAMPLES = 2 * BATCH * STEPS
 
 
 def main(
-    address: str, root: str, journal: IO[str], count: int, number: int, steps: int, kill_after: int
+    address: str,
+    root: str,
+    journal: IO[str],
+    count: int,
+    number: int,
+    steps: int,
+    kill_after: int,
+    refusing: int,
 ) -> None:
     def say(**what: Any) -> None:
         journal.write(json.dumps(what) + "\n")
@@ -59,6 +66,12 @@ def main(
         )
     )
 
+    def refuse(self: Any, state: Any) -> None:
+        raise ValueError("this position is of other data")
+
+    if number == refusing:
+        type(batches).set_state = refuse
+
     @jax.jit
     def train_step(state: dict[str, jax.Array], ids: jax.Array) -> dict[str, jax.Array]:
         rows = ids % ROWS
@@ -75,7 +88,7 @@ def main(
     ) as saves:
         try:
             state, done = saves.resume(first)
-        except TemplateMismatch as error:
+        except (TemplateMismatch, PeerFailed) as error:
             say(refused=type(error).__name__, why=str(error))
             return
         say(resumed=done)

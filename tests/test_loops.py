@@ -833,7 +833,7 @@ def test_the_lineage_leaves_out_what_was_trained_after_the_last_save(tmp_path):
 # Several processes, each with data of its own.
 
 
-def job(root, processes, *, steps, kill_after=0):
+def job(root, processes, *, steps, kill_after=0, refusing=-1):
     """Runs a job of real processes; what each has said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -845,7 +845,7 @@ def job(root, processes, *, steps, kill_after=0):
         for number, path in enumerate(said):
             # Gloo writes to stdout.
             path.write_text("")
-            numbers = (processes, number, steps, kill_after)
+            numbers = (processes, number, steps, kill_after, refusing)
             command = [sys.executable, loops_worker.__file__, address, root, path, *numbers]
             members.append(subprocess.Popen(list(map(str, command)), env=environment))
         for member in members:
@@ -874,3 +874,7 @@ def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
     [alone] = job(tmp_path / "killed", 1, steps=loops_worker.STEPS)
     assert alone[0]["refused"] == "TemplateMismatch"
     assert "process_0-of-2.json, process_1-of-2.json" in alone[0]["why"]
+    refused = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, refusing=1)
+    assert [lines[0]["refused"] for lines in refused] == ["PeerFailed", "TemplateMismatch"]
+    assert "found on process 1 TemplateMismatch: " in refused[0][0]["why"]
+    assert "this position is of other data" in refused[0][0]["why"]

@@ -25,6 +25,7 @@ from deltackpt.handlers.iterators import (
     move_to,
     position_of,
 )
+from deltackpt.handlers.peers import Peers
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
@@ -110,11 +111,10 @@ class LoopCheckpoints:
         handlers: dict[str, Any] = {layout.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()
-        self.manager = CheckpointManager(
-            directory,
-            handlers=handlers,
-            options=options or ManagerOptions(tracking="fingerprints"),
-            sinks=sinks,
+        options = options or ManagerOptions(tracking="fingerprints")
+        self.manager = CheckpointManager(directory, handlers=handlers, options=options, sinks=sinks)
+        self._peers = Peers(
+            f"loop:{os.fspath(directory)}", options.timeouts.peers_secs, alone=options.alone
         )
 
     def resume(self, state: State) -> tuple[State, int]:
@@ -133,13 +133,15 @@ class LoopCheckpoints:
           TemplateMismatch: the newest step is intact and was saved from another state, by another
             number of processes, or with other data.
           FormatTooNew: it needs a newer deltackpt.
+          PeerFailed: another process could not go on.
         """
         items = {} if self._data is None else {DATA_ITEM: IteratorRestore()}
         found = self.manager.restore_latest(_variables(state), items=items)
         if found is None:
             return state, 0
         if self._data is not None:
-            move_to(self._data, found.items[DATA_ITEM])
+            with self._peers.together(f"going on with the data of step {found.step}"):
+                move_to(self._data, found.items[DATA_ITEM])
         self._newest = found.step
         return _put_back(state, found.state), found.step
 
