@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -21,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from running import demonstration, journal
+from running import comparison, demonstration, journal
 from running.digest import digest
 from t5_jax import data, demo, main, model, trainer
 
@@ -425,15 +427,22 @@ def test_without_a_file_the_text_is_that_of_the_clone(repository):
     assert Path(data.__file__).read_text() in text
 
 
-@pytest.mark.parametrize("packed", [1.0, 0.9])
-def test_least_share_is_all_but_the_rows_that_were_not_touched(packed):
-    template = trainer.abstract_state(trainer.TrainOptions(sizes=SIZES))
-    numbers = jax.tree.leaves(template._replace(touched=None))
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in numbers)
-    dense, touched = whole - 200 * 128 * 4, 30 * 128 * 4
-    least = demo.least_share(template, [30, 10, 50], packed)
-    # Orbax compresses the dense weights of both; a delta's rows are stored as they are.
-    assert least == pytest.approx((dense * packed + touched) / (whole * packed))
+def test_a_save_has_to_write_the_dense_weights_and_the_touched_rows():
+    saved = functools.partial(comparison.Sample, blocked_secs=0, committed_secs=0)
+    table = jax.ShapeDtypeStruct((100, 8), np.float32)
+    ours = [
+        saved(nbytes=5000, kind="delta", dense_nbytes=4000),
+        saved(nbytes=7400, kind="base", dense_nbytes=4100),
+        saved(nbytes=4900, kind="delta", dense_nbytes=3920),
+    ]
+    theirs = [saved(nbytes=8000), saved(nbytes=8000), saved(nbytes=7500)]
+    share = demo.share_of_orbax(ours, theirs, [30, 10, 20], table)
+    # A row takes 32 bytes, and a base has all of them.
+    assert share.written == pytest.approx(4900 / 7500)
+    needed = [(4000 + 960) / 8000, (4100 + 3200) / 8000, (3920 + 640) / 7500]
+    assert share.least == pytest.approx(needed[0]) == pytest.approx(sorted(needed)[1])
+    assert not share.holds
+    assert dataclasses.replace(share, least=share.written - 0.019).holds
 
 
 @pytest.mark.long

@@ -19,8 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 import deltackpt
+from deltackpt import layout
+from deltackpt.manifest import Kind
+from deltackpt.pipeline import SaveReport
 from running.journal import size
 
+DELTACKPT = "deltackpt delta"
 #: The way whose dense weights are stored as in a delta.
 ORBAX_DEFAULTS = "Orbax full save, defaults"
 ORBAX_UNCOMPRESSED = "Orbax full save, use_compression=False"
@@ -35,11 +39,15 @@ class Sample:
       nbytes: bytes of the step directory.
       blocked_secs: how long ``save()`` kept the training thread.
       committed_secs: from ``save()`` until the step was committed.
+      kind: base or delta; None where Orbax saved.
+      dense_nbytes: bytes of the item of dense leaves; None where Orbax saved.
     """
 
     nbytes: int
     blocked_secs: float
     committed_secs: float
+    kind: Kind | None = None
+    dense_nbytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,7 @@ def _orbax(
 
 
 _WAYS: dict[str, Callable[[Path, Callable[[], deltackpt.Tables]], Manager]] = {
-    "deltackpt delta": functools.partial(_deltas, durability="power"),
+    DELTACKPT: functools.partial(_deltas, durability="power"),
     'deltackpt delta, durability="process"': functools.partial(_deltas, durability="process"),
     ORBAX_DEFAULTS: functools.partial(_orbax, compressed=True),
     ORBAX_UNCOMPRESSED: functools.partial(_orbax, compressed=False),
@@ -134,26 +142,30 @@ _WAYS: dict[str, Callable[[Path, Callable[[], deltackpt.Tables]], Manager]] = {
 
 
 def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
+    reports: list[SaveReport] = []
     started = time.perf_counter()
     if isinstance(manager, deltackpt.CheckpointManager):
         manager.save(step, state)
         blocked_secs = time.perf_counter() - started
-        manager.wait()
+        reports = manager.wait()
     else:
         manager.save(step, args=ocp.args.PyTreeSave(state._replace(touched=())))
         blocked_secs = time.perf_counter() - started
         manager.wait_until_finished()
     committed_secs = time.perf_counter() - started
+    step_dir = root / str(step)
     return Sample(
-        nbytes=step_bytes(root / str(step)),
+        nbytes=bytes_below(step_dir),
         blocked_secs=blocked_secs,
         committed_secs=committed_secs,
+        kind=reports[0].intent.kind if reports else None,
+        dense_nbytes=bytes_below(step_dir / layout.DENSE_ITEM) if reports else None,
     )
 
 
-def step_bytes(step_dir: Path) -> int:
-    """Bytes of all files of a step."""
-    return sum(path.stat().st_size for path in step_dir.rglob("*") if path.is_file())
+def bytes_below(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def show_figures(figures: list[Figures], console: Console) -> None:

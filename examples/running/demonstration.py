@@ -18,7 +18,7 @@ from rich.table import Table
 
 import deltackpt
 from running import journal
-from running.comparison import step_bytes
+from running.comparison import bytes_below
 
 #: How Orbax names the directory of a step until it is committed.
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -113,7 +113,7 @@ def show_directory(directory: Path, console: Console) -> None:
             path.name.split(".")[0],
             "[green]committed" if done else "[red]cut off",
             str(sum(file.is_file() for file in path.rglob("*"))),
-            journal.size(step_bytes(path)),
+            journal.size(bytes_below(path)),
         )
     console.print(table)
 
