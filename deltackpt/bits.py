@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+#: The longest last axis that XLA for CPUs reduces without memory of its own.
+_LONGEST_PIECE = 32
 _UNSIGNED = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
@@ -36,6 +38,28 @@ def bits(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.floating):
         array = lax.bitcast_convert_type(array, jnp.uint4 if size == 4 else jnp.uint2)
     return array.astype(jnp.uint8)
+
+
+def folded(array: jax.Array) -> jax.Array:
+    """The same numbers with an axis more, for what is reduced to one number per row.
+
+    Where the last of the reduced axes is longer than 32, XLA for CPUs puts what is reduced into
+    memory of its own, as large as the table and fresh: the fingerprints of 166 MB took 149 ms and
+    317 MB, and take 19 ms and none of shorter pieces.
+
+    Args:
+      array: (rows, ...), before anything is computed from it.
+
+    Returns:
+      (rows, ..., pieces, length); the array itself where its rows are short, where the length is
+      prime, or where an Explicit mesh cuts its last axis.
+    """
+    last = array.shape[-1]
+    cut = any(jax.typeof(array).sharding.spec[array.ndim - 1 :])
+    length = next((part for part in range(_LONGEST_PIECE, 1, -1) if last % part == 0), None)
+    if array.ndim == 1 or last <= _LONGEST_PIECE or cut or length is None:
+        return array
+    return array.reshape(*array.shape[:-1], last // length, length)
 
 
 def any_in_row(flags: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from deltackpt import blocks, touched
-from deltackpt.bits import bits
+from deltackpt.bits import bits, folded
 from deltackpt.errors import TrackingError
 from deltackpt.manifest import Layout
 from deltackpt.tables import match_touched
@@ -270,7 +270,7 @@ def _changed(before: jax.Array, now: jax.Array) -> jax.Array:
 def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
     total = jnp.zeros((), jnp.uint32)
     for number, array in enumerate((table, *slots)):
-        words = _words(jnp.asarray(array))
+        words = _words(folded(jnp.asarray(array)))
         key = _keys(words.shape[1:], number)
         row = tuple(range(1, words.ndim))
         lanes = [

@@ -18,7 +18,7 @@ import optax
 from jax.core import Tracer
 
 from deltackpt import paths, slots
-from deltackpt.bits import any_in_row, away_from_zero, bits, width
+from deltackpt.bits import any_in_row, away_from_zero, bits, folded, width
 from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.manifest import KeyPath, path_name
 from deltackpt.paths import Flat, Select
@@ -358,7 +358,7 @@ def _changed_rows(
         update = update_of.get(flat.paths[i])
         table = jnp.asarray(flat.leaves[i])
         flags[path_name(flat.paths[i])] = (
-            [] if paths.is_empty(update) else [_moved(table, jnp.asarray(update))]
+            [] if paths.is_empty(update) else [_moved(folded(table), folded(jnp.asarray(update)))]
         )
     tree = {"params": params, "opt_state": old}
     both = _flatten(tree)
@@ -371,17 +371,13 @@ def _changed_rows(
             continue
         name = path_name(both.paths[slot.table][1:])
         before, now = jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf])
-        flags[name].append(bits(before) != bits(now))
+        flags[name].append(bits(folded(before)) != bits(folded(now)))
     return {name: _any_in_row(arrays) for name, arrays in flags.items() if arrays}
 
 
 def _any_in_row(flags: list[jax.Array]) -> jax.Array:
     """Rows with a flag set in any of several (rows, ...) bool arrays: (rows,) bool."""
-    by_type: dict[Any, jax.Array] = {}
-    for array in flags:  # arrays alike are joined first: one reduction costs less than three
-        kind = (array.shape, jax.typeof(array).sharding)
-        by_type[kind] = by_type[kind] | array if kind in by_type else array
-    first, *others = (any_in_row(array) for array in by_type.values())
+    first, *others = map(any_in_row, flags)
     for rows in others:
         first = first | _like(rows, first)
     return first
