@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -150,7 +150,9 @@ class CheckpointManager:
         #: Whether a failed save of several processes left its temporary directory.
         self._leftovers = False
         self._reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
-        self._orbax = self._open_reader() if self.options.read_only else self._open_orbax()
+        #: How often reading by Orbax failed: its barriers count those that came, each for itself.
+        self._failed_reads = 0
+        self._orbax = self._open_orbax()
         self._steps = StepReader(
             self._root,
             self._item,
@@ -562,8 +564,7 @@ class CheckpointManager:
         if moved or self._peers.count > 1:
             # Steps of the same number may be removed again, into a trash of their own. Only
             # process 0 knows whether any were moved.
-            self._close_orbax()
-            self._orbax = self._open_orbax()
+            self._restart_orbax()
 
     def _busy(self) -> bool:
         return self._in_flight is not None and self._orbax.is_saving_in_progress()
@@ -723,7 +724,7 @@ class CheckpointManager:
         found_at = time.perf_counter()
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = SaveId(*self._peers.agree("choosing a save", own))
-        with self._peers.together(f"restoring step {step}"):
+        with self._reading(f"restoring step {step}"):
             loaded = self._steps.load(found, agreed, progress)
         read_at = time.perf_counter()
         merged = loaded.tables
@@ -733,8 +734,8 @@ class CheckpointManager:
         if rows is None:
             state, fresh = restoring.joined(template, found, loaded)
             if items:
-                extra = self._steps.items(found, items)
-                with self._peers.together(f"restoring items of step {step}"):
+                with self._reading(f"restoring items of step {step}"):
+                    extra = self._steps.items(found, items)
                     found.check_stays()
             if not self.options.read_only:
                 self._go_on_from(found, merged, state)
@@ -763,6 +764,23 @@ class CheckpointManager:
         )
         events.emit(event, self._sinks)
         return result
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Reading by Orbax, which has all processes meet afterwards, after which all raise or none.
+
+        Raises:
+          RestoreError, PeerFailed, PeerMissing: as ``Peers.together``.
+        """
+        try:
+            with self._peers.together(what):
+                yield
+        except Exception as error:
+            if self._peers.count > 1 and not isinstance(error, PeerMissing):
+                # The process that failed did not come to the barrier: it is one behind the others.
+                self._failed_reads += 1
+                self._restart_orbax()
+            raise
 
     def _go_on_from(self, found: Found, merged: RestoredTables, state: Any) -> None:
         """Makes a restored step the parent of the next save."""
@@ -813,14 +831,15 @@ class CheckpointManager:
     def _fsync(self) -> bool:
         return self.options.durability == "power"
 
-    def _open_reader(self) -> ocp.CheckpointManager:
-        """Orbax beside a trainer: it lists the steps, then looks at each, which may be gone."""
-        for _ in range(_LISTINGS):
-            with contextlib.suppress(FileNotFoundError):
-                return self._open_orbax()
-        return self._open_orbax()
-
     def _open_orbax(self) -> ocp.CheckpointManager:
+        if self.options.read_only:
+            # Beside a trainer: it lists the steps, then looks at each, which may be gone.
+            for _ in range(_LISTINGS):
+                with contextlib.suppress(FileNotFoundError):
+                    return self._new_orbax()
+        return self._new_orbax()
+
+    def _new_orbax(self) -> ocp.CheckpointManager:
         options = self.options
         inner = retention.as_policy(options.retention)
         return ocp.CheckpointManager(
@@ -856,7 +875,7 @@ class CheckpointManager:
                     # Barriers of the coordination service, which have a limit, instead of
                     # collectives of the devices, which have none.
                     active_processes=self._active_processes,
-                    barrier_sync_key_prefix=f"deltackpt-{self._lineage.run}",
+                    barrier_sync_key_prefix=f"deltackpt-{self._lineage.run}-{self._failed_reads}",
                 ),
                 async_options=ocp.options.AsyncOptions(
                     # Above every limit of ours, which say more.
@@ -882,6 +901,10 @@ class CheckpointManager:
         else:
             # Others may not have seen its notes yet; the next save clears its own place.
             self._leftovers = True
+        self._orbax = self._open_orbax()
+
+    def _restart_orbax(self) -> None:
+        self._close_orbax()
         self._orbax = self._open_orbax()
 
     def _close_orbax(self) -> None:

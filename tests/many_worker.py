@@ -327,6 +327,7 @@ class Worker:
         peers_secs: float = 60.0,
         policy: str = "consecutive",
         bounds: dict[str, Any] | None = None,
+        notes: bool = False,
         **options: Any,
     ) -> None:
         """Makes the manager.
@@ -336,11 +337,14 @@ class Worker:
           peers_secs: of its timeouts.
           policy: one of ``POLICIES``.
           bounds: options of the policy.
+          notes: whether steps have a further item, of Orbax's.
           **options: other options of the manager.
         """
+        self._notes = notes
+        handlers: dict[str, Any] = {"embeddings": tables()}
         self._manager = deltackpt.CheckpointManager(
             root,
-            handlers={"embeddings": tables()},
+            handlers=handlers | ({"notes": ocp.JsonCheckpointHandler()} if notes else {}),
             options=deltackpt.ManagerOptions(
                 policy=POLICIES[policy](**bounds or {}),
                 timeouts=Timeouts(peers_secs=peers_secs),
@@ -380,6 +384,8 @@ class Worker:
 
     def save(self, **arguments: Any) -> dict[str, Any]:
         """Saves the state."""
+        if self._notes:
+            arguments["items"] = {"notes": ocp.args.JsonSave({"step": self._step})}
         saved = self._manager.save(self._step, self._state, touched=self._given(), **arguments)
         return {"step": saved.step, "kind": saved.kind, "reason": saved.reason}
 
@@ -439,9 +445,11 @@ class Worker:
         if place is not None:
             state, where = self._model.at(like), _place(place)
             template = where.placed(state) if arrays else where.template(state)
-        result = self._manager.restore_latest(template)
+        items = {"notes": ocp.args.JsonRestore()} if self._notes else None
+        result = self._manager.restore_latest(template, items=items)
         if result is None:
             return {"step": None}
+        assert not self._notes or result.items == {"notes": {"step": result.step}}
         return self._restored(result, place, like if arrays else None)
 
     def restore(
@@ -712,6 +720,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "snapshot": _before(pipeline, "snapshot"),
     "reading arrays": _before(arrays, "read_array"),
     "reading dense leaves": _before(restoring.StepReader, "_dense"),
+    "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),
 }
 
 

@@ -147,14 +147,21 @@ def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
     assert_goes_on(job, 1)
 
 
-def test_dense_leaves_that_one_process_cannot_read_stop_the_other_in_time(server, tmp_path):
+@pytest.mark.parametrize("what", ["dense leaves", "notes"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_what_one_process_cannot_read_by_orbax_stops_the_other_in_time(
+    server, tmp_path, what, process
+):
     """Orbax has the others wait for it at a barrier of its own, for as long as the timeouts say."""
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(tmp_path / "root"), peers_secs=4.0)
+        job.all("open", root=str(tmp_path / "root"), peers_secs=4.0, notes=True)
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
-        of_one(job, 1, "fault", at="reading dense leaves", number=5)
+        of_one(job, process, "fault", at=f"reading {what}", number=5)
         errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE)]
-        assert errors[1]["type"] == "OSError"
-        assert errors[0]["type"] == "PeerFailed" and "process 1" in errors[0]["text"]
+        own, told = errors[process], errors[1 - process]
+        assert own["type"] == "OSError"
+        assert told["type"] == "PeerFailed" and f"process {process}" in told["text"]
+        found = job.all("restore_latest", place=PLACE)
+        assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
