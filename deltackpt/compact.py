@@ -795,17 +795,14 @@ def _chain(plan: Plan) -> tuple[StoredSave, ...]:
     try:
         saves = stored.read_chain(plan.step_dir, plan.item)
     except StepNotFound as error:
-        raise StepGone(
-            f"step directory {plan.step_dir}: expected it to stay while it was compacted, found it "
-            "removed; compact the newest step instead"
-        ) from error
-    found = saves[-1].info.save_id
-    if found != plan.save_id:
-        raise StepGone(
-            f"step directory {plan.step_dir}: expected save id {plan.save_id} to stay while it was "
-            f"compacted, found save id {found}; compact the newest step instead"
-        )
+        raise _gone(plan) from error
+    if saves[-1].info.save_id != plan.save_id:
+        raise _gone(plan)
     return saves
+
+
+def _gone(plan: Plan) -> StepGone:
+    return stored.gone(plan.step_dir, during="compacted", instead="compact")
 
 
 def _divided(

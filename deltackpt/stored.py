@@ -488,11 +488,17 @@ def check_stands(save: StoredSave) -> None:
     raise gone(save.step_dir)
 
 
-def gone(step_dir: Path) -> StepGone:
-    """What to raise where a step was removed while it was read."""
+def gone(step_dir: Path, *, during: str = "read", instead: str = "restore") -> StepGone:
+    """What to raise where a step was removed, or replaced by another save of its number.
+
+    Args:
+      step_dir: the step.
+      during: what was being done to it.
+      instead: what to do to the newest step instead.
+    """
     return StepGone(
-        f"step directory {step_dir}: expected it to stay while it was read, found it removed or "
-        "replaced; restore the newest step instead"
+        f"step directory {step_dir}: expected it to stay while it was {during}, found it removed "
+        f"or replaced; {instead} the newest step instead"
     )
 
 

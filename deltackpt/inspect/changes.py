@@ -354,10 +354,7 @@ class _Walk:
                 return self._merged(unread)
         chain = self._saves_of(save.info.save_id.step).chain
         if chain[-1].info.save_id != save.info.save_id:
-            raise StepGone(
-                f"step directory {save.step_dir}: expected save id {save.info.save_id} to stay "
-                "while it was read, found it replaced; ask again"
-            )
+            raise stored.gone(save.step_dir, instead="read")
         return stored.read_whole(chain, self._merged)
 
     def _unread(self, save: StoredSave) -> list[StoredSave] | None:

@@ -354,10 +354,7 @@ class Checkpoints:
             except Damaged as error:
                 if path.is_dir():
                     raise
-                raise StepGone(
-                    f"step directory {path}: expected it to stay while it was read, found it "
-                    "removed; see steps"
-                ) from error
+                raise stored.gone(path, instead="open") from error
         if place is not None:
             self._stored[step, place] = found
         return found

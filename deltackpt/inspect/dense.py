@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from deltackpt import codecs, integrity
-from deltackpt.errors import Damaged, ForeignDirectory, StepGone
+from deltackpt import codecs, integrity, stored
+from deltackpt.errors import Damaged, ForeignDirectory
 from deltackpt.manifest import DenseLeaf as DenseEntry
 from deltackpt.manifest import path_name
 from deltackpt.storage import files
@@ -222,10 +222,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def _raise_if_gone(self, cause: Exception | None = None) -> None:
         """Leaves of another save must not stand beside the tables of this one."""
         if not self._stands():
-            raise StepGone(
-                f"step directory {self._dir.parent}: expected it to stay while it was read, found "
-                "it removed or replaced; open the newest step instead"
-            ) from cause
+            raise stored.gone(self._dir.parent, instead="open") from cause
 
 
 class DenseLeaf:

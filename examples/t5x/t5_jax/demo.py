@@ -23,7 +23,7 @@ from rich.console import Console
 from running import comparison, demonstration
 from running.digest import digest
 
-from t5_jax import data, model, trainer
+from t5_jax import data, trainer
 from t5_jax import main as training
 
 #: The script that runs ``training``; it finds the packages by its own place.
@@ -190,11 +190,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    training.add_model_options(parser)
     add = parser.add_argument
-    add("--text", type=Path, help="any text file; default: docs and sources of this clone")
-    add("--vocabulary", choices=["words", "bytes"], default="words", help="what a token is")
-    add("--size", choices=list(model.NAMED), default="tiny", help="of the model")
-    add("--batch", type=int, default=8, help="samples in a batch")
     add("--steps", type=int, default=30, help="of the compared runs")
     add("--save-every", type=int, default=5, help="steps between saves")
     add("--directory", type=Path, help="where to make a temporary directory")

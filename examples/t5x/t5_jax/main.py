@@ -128,12 +128,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_model_options(parser)
     add = parser.add_argument
-    add("--text", type=Path, help="any text file; default: docs and sources of this clone")
-    add("--vocabulary", choices=["words", "bytes"], default="words", help="what a token is")
-    add("--size", choices=list(model.NAMED), default="tiny", help="of the model")
     add("--input-length", type=int, default=128, help="tokens of a sample's corrupted text")
-    add("--batch", type=int, default=8, help="samples in a batch")
     add("--steps", type=int, default=100, help="train until this step")
     add("--warmup", type=int, default=10_000, help="steps until the learning rate decays")
     add("--z-loss", type=float, default=1e-4, help="weight of the softmax's denominator")
@@ -151,6 +148,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--print-every", type=int, default=10, help="steps between printed lines")
     add("--journal", type=Path, help="append losses, saves and the final digest as JSON lines")
     return parser.parse_args(arguments)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds which model learns from which text; ``demo.py`` has these options, too."""
+    add = parser.add_argument
+    add("--text", type=Path, help="any text file; default: docs and sources of this clone")
+    add("--vocabulary", choices=["words", "bytes"], default="words", help="what a token is")
+    add("--size", choices=list(model.NAMED), default="tiny", help="of the model")
+    add("--batch", type=int, default=8, help="samples in a batch")
 
 
 if __name__ == "__main__":
