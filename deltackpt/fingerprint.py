@@ -270,7 +270,7 @@ def _changed(before: jax.Array, now: jax.Array) -> jax.Array:
 def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
     total = jnp.zeros((), jnp.uint32)
     for number, array in enumerate((table, *slots)):
-        words = _words(folded(jnp.asarray(array)))
+        words = _words(*folded(jnp.asarray(array)))
         key = _keys(words.shape[1:], number)
         row = tuple(range(1, words.ndim))
         lanes = [

@@ -358,7 +358,7 @@ def _changed_rows(
         update = update_of.get(flat.paths[i])
         table = jnp.asarray(flat.leaves[i])
         flags[path_name(flat.paths[i])] = (
-            [] if paths.is_empty(update) else [_moved(folded(table), folded(jnp.asarray(update)))]
+            [] if paths.is_empty(update) else [_moved(*folded(table, jnp.asarray(update)))]
         )
     tree = {"params": params, "opt_state": old}
     both = _flatten(tree)
@@ -370,8 +370,8 @@ def _changed_rows(
         if slots.is_always(slot, always):
             continue
         name = path_name(both.paths[slot.table][1:])
-        before, now = jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf])
-        flags[name].append(bits(folded(before)) != bits(folded(now)))
+        before, now = folded(jnp.asarray(both.leaves[slot.leaf]), jnp.asarray(after[slot.leaf]))
+        flags[name].append(bits(before) != bits(now))
     return {name: _any_in_row(arrays) for name, arrays in flags.items() if arrays}
 
 

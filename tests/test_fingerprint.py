@@ -108,11 +108,12 @@ def test_64_bit_tables():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("rows", "columns"), P("rows"), P(None, "columns"), P()])
-def test_the_sharding_does_not_matter(axis_type, spec):
+@pytest.mark.parametrize("width", [4, 64])
+def test_the_sharding_does_not_matter(axis_type, spec, width):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     devices = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
-    table = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    table = np.random.default_rng(0).normal(size=(8, width)).astype(np.float32)
     with jax.set_mesh(devices):
         placed = jax.device_put(table, NamedSharding(devices, spec))
         sharded = fingerprint(placed, [placed])

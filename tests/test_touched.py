@@ -344,18 +344,22 @@ def test_factored_statistics_touch_no_row():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("rows", "columns"), P(None, "columns"), P("rows")])
-def test_track_keeps_shardings(axis_type, spec):
+@pytest.mark.parametrize("width", [4, 64])
+@pytest.mark.parametrize("of_grads", [None, P(), P("rows", "columns")])
+def test_track_keeps_shardings(axis_type, spec, width, of_grads):
     devices = mesh(axis_type)
     with jax.set_mesh(devices):
-        sharding = NamedSharding(devices, spec)
-        params = {"emb": jax.device_put(jnp.ones((ROWS, 4)), sharding)}
-        grads = {"emb": jax.device_put(jnp.zeros((ROWS, 4)).at[3].set(1.0), sharding)}
+        table, grad = jnp.ones((ROWS, width)), jnp.zeros((ROWS, width)).at[3].set(1.0)
+        params = {"emb": jax.device_put(table, NamedSharding(devices, spec))}
+        grads = {"emb": jax.device_put(grad, NamedSharding(devices, of_grads or spec))}
         optimizer = touched.track(optax.adagrad(0.1), "emb")
         state = optimizer.init(params)
         before = state.touched.stamps["emb"].sharding
         _, state = jax.jit(optimizer.update)(grads, state, params)
-        assert state.touched.stamps["emb"].sharding.is_equivalent_to(before, 1)
         assert stamped(state.touched) == [3]
+        # Of arrays that are cut in two ways an Auto mesh chooses which.
+        if axis_type is AxisType.Explicit or of_grads is None:
+            assert state.touched.stamps["emb"].sharding.is_equivalent_to(before, 1)
 
 
 def test_track_takes_little_memory_beside_the_old_tables():
