@@ -706,8 +706,9 @@ class CheckpointManager:
 
     def _newest_but(self, skipped: set[int]) -> int | None:
         """The newest step that process 0 finds, those skipped left out."""
-        steps = self.all_steps() if self._peers.index == 0 else []
-        return self._peers.agree("choosing a step", max({*steps} - skipped, default=None))
+        return self._peers.of_first(
+            "choosing a step", lambda: max({*self.all_steps()} - skipped, default=None)
+        )
 
     def _restore(
         self,

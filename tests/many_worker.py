@@ -718,6 +718,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "commit: after the rename": _around_rename(False),
     "before the save": _before(manager.CheckpointManager, "_start"),
     "snapshot": _before(pipeline, "snapshot"),
+    "listing steps": _before(manager.CheckpointManager, "all_steps"),
     "reading arrays": _before(arrays, "read_array"),
     "reading dense leaves": _before(restoring.StepReader, "_dense"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

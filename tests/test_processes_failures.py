@@ -142,6 +142,15 @@ def test_storage_that_one_process_cannot_read_lets_nobody_fall_back(job):
     assert_goes_on(job, 2)
 
 
+def test_a_directory_that_process_0_cannot_list_is_told_by_the_other(job):
+    of_one(job, 0, "fault", at="listing steps", number=5)
+    errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=0)]
+    assert errors[0]["type"] == "OSError"
+    assert errors[1]["type"] == "PeerFailed" and "process 0" in errors[1]["text"]
+    found = job.all("restore_latest", place=PLACE, like=0)
+    assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
+
+
 def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
     of_one(job, 1, "read_alone", root=str(tmp_path / "root"), step=0)
     assert_goes_on(job, 1)
