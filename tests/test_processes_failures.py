@@ -56,6 +56,17 @@ def assert_goes_on(job: Job, step: int) -> None:
     job.close()
 
 
+def assert_told_by_the_other(job: Job, process: int, at: str, step: int) -> None:
+    """An I/O error of one process in a restore is told by the other, and both may restore again."""
+    of_one(job, process, "fault", at=at, number=5)
+    errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=step)]
+    own, told = errors[process], errors[1 - process]
+    assert own["type"] == "OSError"
+    assert told["type"] == "PeerFailed" and f"process {process}" in told["text"]
+    found = job.all("restore_latest", place=PLACE, like=step)
+    assert {(answer["step"], answer["wrong"]) for answer in found} == {(step, None)}
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_full_disk_of_one_process_is_told_by_the_other(job, tmp_path, process):
     of_one(job, process, "fault", at="during its part")
@@ -133,22 +144,12 @@ def test_nobody_goes_on_before_later_steps_are_moved_aside(job, tmp_path):
 def test_storage_that_one_process_cannot_read_lets_nobody_fall_back(job):
     job.all("save")
     job.all("wait")
-    of_one(job, 1, "fault", at="reading arrays", number=5)
-    errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=1)]
-    assert errors[1]["type"] == "OSError"
-    assert errors[0]["type"] == "PeerFailed" and "process 1" in errors[0]["text"]
-    found = job.all("restore_latest", place=PLACE, like=1)
-    assert {(answer["step"], answer["wrong"]) for answer in found} == {(1, None)}
+    assert_told_by_the_other(job, 1, "reading arrays", step=1)
     assert_goes_on(job, 2)
 
 
 def test_a_directory_that_process_0_cannot_list_is_told_by_the_other(job):
-    of_one(job, 0, "fault", at="listing steps", number=5)
-    errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=0)]
-    assert errors[0]["type"] == "OSError"
-    assert errors[1]["type"] == "PeerFailed" and "process 0" in errors[1]["text"]
-    found = job.all("restore_latest", place=PLACE, like=0)
-    assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
+    assert_told_by_the_other(job, 0, "listing steps", step=0)
 
 
 def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
@@ -167,10 +168,4 @@ def test_what_one_process_cannot_read_by_orbax_stops_the_other_in_time(
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
-        of_one(job, process, "fault", at=f"reading {what}", number=5)
-        errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE)]
-        own, told = errors[process], errors[1 - process]
-        assert own["type"] == "OSError"
-        assert told["type"] == "PeerFailed" and f"process {process}" in told["text"]
-        found = job.all("restore_latest", place=PLACE)
-        assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
+        assert_told_by_the_other(job, process, f"reading {what}", step=0)
