@@ -15,10 +15,13 @@ from deltackpt.policy import (
     BitWidthPolicy,
     CodecChoice,
     Consecutive,
+    Decision,
     History,
     Intermittent,
+    LeftToCompaction,
     OneShot,
     advise_interval,
+    too_large,
 )
 
 BASE = 1000
@@ -37,7 +40,8 @@ def history(deltas: list[int], *, one_shot: bool = False) -> History:
 
 @given(sizes)
 def test_intermittent_takes_a_base_when_check_n_runs_predictor_says_so(deltas):
-    decision = Intermittent(max_restore_ratio=1e9).decide(history(deltas, one_shot=True))
+    policy = Intermittent(max_restore_ratio=1e9, max_delta_ratio=1e9)
+    decision = policy.decide(history(deltas, one_shot=True))
     shares = [size / BASE for size in deltas]
     predicted = bool(shares) and 1 + sum(shares) <= (len(shares) + 1) * shares[-1]
     assert (decision.kind == "base") == predicted
@@ -46,7 +50,7 @@ def test_intermittent_takes_a_base_when_check_n_runs_predictor_says_so(deltas):
 
 @given(sizes)
 def test_one_shot_builds_on_the_base_and_consecutive_on_the_newest(deltas):
-    unbounded = {"max_chain": 1000, "max_restore_ratio": 1e9}
+    unbounded = {"max_chain": 1000, "max_restore_ratio": 1e9, "max_delta_ratio": 1e9}
     assert OneShot(**unbounded).decide(history(deltas, one_shot=True)).parent == "base"
     assert Consecutive(**unbounded).decide(history(deltas)).parent == "previous"
 
@@ -66,6 +70,23 @@ def test_no_chain_is_longer_or_larger_than_its_bounds(deltas, longest, ratio):
         taken.append(size)
 
 
+@pytest.mark.parametrize("policy", [Consecutive(), OneShot(), Intermittent()])
+def test_a_delta_of_nearly_all_rows_is_better_a_base(policy):
+    for wrapped in (policy, LeftToCompaction(policy=policy)):
+        assert too_large(wrapped, 800, BASE) is None
+        assert "the bound is 0.8" in (too_large(wrapped, 801, BASE) or "")
+    # What the last one wrote is all that several processes know.
+    assert policy.decide(history([801])).kind == "base"
+
+
+def test_a_policy_without_the_bound_keeps_its_deltas():
+    class Own:
+        def decide(self, history):
+            return Decision(kind="delta", parent="previous", reason="delta: always")
+
+    assert too_large(Own(), 10 * BASE, BASE) is None
+
+
 @pytest.mark.parametrize("policy", [Consecutive, OneShot, Intermittent])
 def test_every_decision_bears_a_reason_that_names_the_kind(policy):
     for deltas in ([], [10], [900, 900]):
@@ -74,7 +95,14 @@ def test_every_decision_bears_a_reason_that_names_the_kind(policy):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"max_chain": 0}, {"max_restore_ratio": 0.5}, {"max_restore_ratio": math.nan}]
+    "bounds",
+    [
+        {"max_chain": 0},
+        {"max_restore_ratio": 0.5},
+        {"max_restore_ratio": math.nan},
+        {"max_delta_ratio": 0.0},
+        {"max_delta_ratio": math.nan},
+    ],
 )
 @pytest.mark.parametrize("policy", [Consecutive, OneShot, Intermittent])
 def test_a_bound_that_no_chain_can_keep_is_refused(policy, bounds):

@@ -9,6 +9,7 @@ from deltackpt.policy.base_or_delta import (
     Intermittent,
     LeftToCompaction,
     OneShot,
+    too_large,
 )
 from deltackpt.policy.bit_width import CHECK_N_RUN, MEASURED, BitWidthPolicy, Choice
 from deltackpt.policy.codec_choice import CodecChoice, WhenExceeded
@@ -30,4 +31,5 @@ __all__ = [
     "OneShot",
     "WhenExceeded",
     "advise_interval",
+    "too_large",
 ]

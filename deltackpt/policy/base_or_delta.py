@@ -64,10 +64,13 @@ class _Bounded:
     Attributes:
       max_chain: most deltas that a restore may read.
       max_restore_ratio: most bytes that a restore may read, in bases.
+      max_delta_ratio: most bytes that a delta may write, in bases: one of nearly all rows costs
+        what a base costs, and doubles the restores.
     """
 
     max_chain: int = 50
     max_restore_ratio: float = 3.0
+    max_delta_ratio: float = 0.8
 
     def __post_init__(self) -> None:
         if self.max_chain < 1:
@@ -77,11 +80,22 @@ class _Bounded:
                 f"max_restore_ratio: expected at least 1, found {self.max_restore_ratio}"
             )
 
+        if not self.max_delta_ratio > 0:
+            raise OptionError(
+                f"max_delta_ratio: expected a positive number, found {self.max_delta_ratio}"
+            )
+
     def _bound(self, history: History, length: int, nbytes: int) -> Decision | None:
         """A base where one more delta on such a chain would break a bound."""
         if length + 1 > self.max_chain:
             return _base(f"the chain has {length} deltas, the bound is {self.max_chain}")
-        expected = nbytes + (history.delta_bytes[-1] if history.delta_bytes else 0)
+        last = history.delta_bytes[-1] if history.delta_bytes else 0
+        if last > self.max_delta_ratio * history.base_bytes:
+            return _base(
+                f"the last delta wrote {last:,} bytes, the bound is {self.max_delta_ratio:g} of a "
+                f"base of {history.base_bytes:,}"
+            )
+        expected = nbytes + last
         limit = self.max_restore_ratio * history.base_bytes
         if expected > limit:
             return _base(
@@ -89,6 +103,23 @@ class _Bounded:
                 f"({self.max_restore_ratio:g} bases)"
             )
         return None
+
+
+def too_large(policy: BaseOrDelta, delta_bytes: int, base_bytes: int) -> str | None:
+    """Why a delta that was decided on is better a base, None where it is not.
+
+    Args:
+      policy: what decided; one that has no ``max_delta_ratio`` of its own is left its delta.
+      delta_bytes: what the delta is expected to write, now that its rows are known.
+      base_bytes: what a base is expected to write.
+    """
+    bounds = policy.policy if isinstance(policy, LeftToCompaction) else policy
+    if not isinstance(bounds, _Bounded) or delta_bytes <= bounds.max_delta_ratio * base_bytes:
+        return None
+    return (
+        f"a delta would write about {delta_bytes:,} bytes, a base {base_bytes:,}; the bound is "
+        f"{bounds.max_delta_ratio:g} of it"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
