@@ -16,6 +16,9 @@ class DeltackptError(Exception):
     """Base of every error that deltackpt raises on purpose."""
 
     code: ClassVar[str] = "deltackpt"
+    #: Whether a save that fails with it leaves doubt about which rows were touched: the next save
+    #: is a base then.
+    leaves_doubt: bool = False
 
 
 class OptionError(DeltackptError, ValueError):
@@ -34,6 +37,7 @@ class TrackingError(DeltackptError):
     """The touched rows do not cover what changed, or the tracking does not fit the tables."""
 
     code = "tracking"
+    leaves_doubt = True
 
 
 class ClosedError(DeltackptError, RuntimeError):
@@ -48,6 +52,12 @@ class SaveFailed(DeltackptError):
     code = "save-failed"
     #: The ``Saved`` of the save that was taken while this was raised; None in ``wait()``.
     taken: object = None
+
+
+class TrackingFailed(SaveFailed, TrackingError):
+    """A background save was given up because the touched rows are wrong; the next is a base."""
+
+    code = "tracking-failed"
 
 
 class ErrorBudgetExceeded(DeltackptError):
@@ -77,11 +87,16 @@ class PeerFailed(DeltackptError):
 
     code = "peer-failed"
 
+    def __init__(self, message: str, *, leaves_doubt: bool = False):
+        self.leaves_doubt = leaves_doubt
+        super().__init__(message)
+
 
 class Disagreement(DeltackptError):
     """Processes take one save for different things; nothing was committed."""
 
     code = "disagreement"
+    leaves_doubt = True
 
 
 class FencedError(DeltackptError):

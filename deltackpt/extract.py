@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +97,22 @@ class FieldSource:
                 # mode="clip" lets numpy write straight into `out`; the rows are in range.
                 np.take(shard.host(), chosen - shard.first, axis=0, out=out[part], mode="clip")
 
+    def bits(self, rows: np.ndarray) -> np.ndarray:
+        """The bits of a few rows, ascending: (len(rows), row_bytes) uint8.
+
+        Only the shards that hold some are looked at, however many there are.
+        """
+        out = np.empty((len(rows), *self.trailing), self.dtype)
+        for number in np.unique(np.searchsorted(self._starts, rows, "right") - 1):
+            shard = self.shards[number]
+            part = blocks.row_slice(rows, shard.start, shard.stop)
+            _take_few(shard.data, rows[part] - shard.first, out[part])
+        return out.view(np.uint8).reshape(len(rows), self.row_bytes)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [shard.start for shard in self.shards]
+
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
         """Gathers ``rows`` on the devices and starts their copy to the host, encoded if lossy.
 
@@ -161,7 +178,7 @@ class SegmentSource:
     group: str
     columns: tuple[int, int]
     rows: Rows
-    fields: dict[str, FieldSource]
+    fields: Mapping[str, FieldSource]
 
     @property
     def on_host(self) -> bool:
@@ -306,7 +323,7 @@ def field_sources(
     group: GroupEntry,
     spec: FieldSpec,
     leaves: Mapping[str, Mapping[str, Any]],
-    stamps: Mapping[str, Any],
+    stamps: StampsByTable,
 ) -> list[FieldSource]:
     """What this process writes of one field: a source for each column range that it holds.
 
@@ -315,13 +332,14 @@ def field_sources(
       group: the group.
       spec: one of its fields.
       leaves: table name to field name to array, (rows, *trailing).
-      stamps: table name to stamps, (rows,); empty where every row is written.
+      stamps: of the tables; empty where every row is written.
     """
     by_columns: dict[Span, list[FieldShard]] = {}
     turns = {table.name: turn for turn, table in enumerate(layout.tables)}
     for table in manifest.members(group, layout.tables):
         leaf = leaves[table.name][spec.name]
-        for share in ownership.shares(leaf, stamps.get(table.name), turn=turns[table.name]):
+        known = next(iter(stamps.get(table.name, {}).values()), None)
+        for share in ownership.shares(leaf, known, turn=turns[table.name]):
             start, stop = share.box.rows
             shard = FieldShard(table.offset + start, table.offset + stop, share.data, share.skip)
             by_columns.setdefault(share.box.columns, []).append(shard)
@@ -423,51 +441,88 @@ def _take(data: jax.Array, rows: np.ndarray) -> jax.Array:
     return data.at[rows].get(mode="clip")
 
 
-def segment_sources(
-    layout: Layout,
-    leaves: Mapping[str, Mapping[str, Any]],
-    stamps: Mapping[str, Any],
-    since_clock: int | None,
-    staging: Staging,
-) -> tuple[list[SegmentSource], Owned]:
-    """What this process reads for a save: its touched rows, and its part of ``always`` fields.
+def _take_few(data: Any, rows: np.ndarray, out: np.ndarray) -> None:
+    """Copies rows of one shard into ``out``; waits for an accelerator."""
+    if on_host(data):
+        np.take(np.asarray(data), rows, axis=0, out=out, mode="clip")
+        return
+    padded = np.zeros(bucket(len(rows)), np.int32)
+    padded[: len(rows)] = rows
+    out[:] = np.asarray(_take(data, padded))[: len(rows)]
+
+
+class Sources:
+    """What this process reads of the training state for one save.
 
     Fields of which it holds the same rows share a segment. There is none where it has no row.
-
-    Args:
-      layout: tables and groups.
-      leaves: table name to field name to array.
-      stamps: table name to stamps; may be empty for a base.
-      since_clock: rows stamped after it are touched; None for a base, which holds all rows.
-      staging: whose threads look for the touched rows.
-
-    Raises:
-      TableSelectionError: a slot is split by columns, and not as wide as its table.
-      TrackingError: stamps are on other processes than their rows.
     """
-    found = {group.name: _sources_by_rows(layout, group, leaves, stamps) for group in layout.groups}
-    touched = _Touched(layout, stamps, since_clock, staging, found)
-    segments = []
-    for group in layout.groups:
-        always = {spec.name for spec in group.fields if spec.always}
-        for (columns, spans), fields in found[group.name].items():
-            whole = fields if since_clock is None else _only(fields, always)
-            changed = {name: field for name, field in fields.items() if name not in whole}
-            for chosen, rows in ((whole, None), (changed, touched)):
+
+    def __init__(
+        self,
+        layout: Layout,
+        leaves: Mapping[str, Mapping[str, Any]],
+        stamps: StampsByTable,
+        staging: Staging,
+    ):
+        """Finds which rows of which fields this process reads; reads none.
+
+        Args:
+          layout: tables and groups.
+          leaves: table name to field name to array.
+          stamps: of every table, for a delta; may be empty for a base.
+          staging: whose threads look for the touched rows.
+
+        Raises:
+          TableSelectionError: a slot is split by columns, and not as wide as its table.
+          TrackingError: stamps are on other processes than their rows.
+        """
+        self.layout = layout
+        self._found = {
+            group.name: _sources_by_rows(layout, group, leaves, stamps) for group in layout.groups
+        }
+        self.stamps = Stamps(layout, stamps, staging, self._found)
+
+    @property
+    def owned(self) -> Owned:
+        """What this process writes in a base."""
+        return Owned(self.layout, self._found)
+
+    def by_rows(self) -> Iterator[tuple[GroupEntry, Where, Mapping[str, FieldSource]]]:
+        """The fields of each group by the columns and the rows that this process holds."""
+        for group in self.layout.groups:
+            for where, fields in self._found[group.name].items():
+                yield group, where, fields
+
+    def segments(self, *, whole: bool) -> list[SegmentSource]:
+        """What this process reads for a base, or for a delta: see ``Stamps.look``.
+
+        Args:
+          whole: whether all rows, not the touched ones and the ``always`` fields alone.
+        """
+        segments = []
+        for group, (columns, spans), fields in self.by_rows():
+            always = {spec.name for spec in group.fields if spec.always}
+            complete = fields if whole else _only(fields, always)
+            changed = {name: field for name, field in fields.items() if name not in complete}
+            for chosen, touched in ((complete, False), (changed, True)):
                 if chosen:
-                    taken = blocks.rows_of(spans) if rows is None else rows.of(group.name, spans)
+                    taken = (
+                        self.stamps.touched(group.name, spans) if touched else blocks.rows_of(spans)
+                    )
                     if len(taken):
                         segments.append(SegmentSource(group.name, columns, taken, chosen))
-    return segments, Owned(layout, found)
+        return segments
 
 
-def _only(fields: Mapping[str, FieldSource], names: set[str]) -> dict[str, FieldSource]:
+def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, FieldSource]:
     return {name: field for name, field in fields.items() if name in names}
 
 
 #: Columns of the fields that are as wide as the table, and the virtual rows.
-_Where = tuple[Span, tuple[Span, ...]]
-_ByRows = Mapping[_Where, Mapping[str, "FieldSource"]]
+Where = tuple[Span, tuple[Span, ...]]
+_ByRows = Mapping[Where, Mapping[str, "FieldSource"]]
+#: Table name to the place of each TouchState that has stamps of it, to these, (rows,).
+StampsByTable = Mapping[str, Mapping[str, Any]]
 
 
 class Owned:
@@ -504,10 +559,10 @@ def _sources_by_rows(
     layout: Layout,
     group: GroupEntry,
     leaves: Mapping[str, Mapping[str, Any]],
-    stamps: Mapping[str, Any],
-) -> dict[_Where, dict[str, FieldSource]]:
+    stamps: StampsByTable,
+) -> dict[Where, dict[str, FieldSource]]:
     """The fields of a group, by the columns and the rows that this process writes of them."""
-    found: dict[_Where, dict[str, FieldSource]] = {}
+    found: dict[Where, dict[str, FieldSource]] = {}
     narrow = []
     for spec in group.fields:
         for source in field_sources(layout, group, spec, leaves, stamps):
@@ -529,49 +584,141 @@ def _sources_by_rows(
     return found
 
 
-class _Touched:
-    """The touched rows of this process, by group; threads look for them."""
+class Stamps:
+    """The stamps of the rows of this process, by group; threads look for the touched ones."""
 
     def __init__(
         self,
         layout: Layout,
-        stamps: Mapping[str, Any],
-        since_clock: int | None,
+        stamps: StampsByTable,
         staging: Staging,
-        found: Mapping[str, Mapping[_Where, dict[str, FieldSource]]],
+        found: Mapping[str, _ByRows],
     ):
-        self._tables: dict[str, list[concurrent.futures.Future[np.ndarray]]] = {}
+        self._layout = layout
+        self._stamps = stamps
+        self._staging = staging
+        self._shards: dict[tuple[str, str], list[tuple[Span, Any]]] = {}
+        self._looking: dict[str, list[list[concurrent.futures.Future[np.ndarray]]]] = {}
         self._rows: dict[str, np.ndarray] = {}
         self._spans = {
             group.name: blocks.joined(span for _, spans in found[group.name] for span in spans)
             for group in layout.groups
         }
-        if since_clock is None:
-            return
-        for group in layout.groups:
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Of the TouchStates."""
+        return tuple({place: None for held in self._stamps.values() for place in held})
+
+    def look(self, since: Mapping[str, int]) -> None:
+        """Starts to look for the touched rows.
+
+        Args:
+          since: place of each TouchState to the clock after which its rows are touched.
+        """
+        self._rows = {}
+        for group in self._layout.groups:
             rows = blocks.rows_of(self._spans[group.name])
-            self._tables[group.name] = []
-            for table in manifest.members(group, layout.tables):
+            self._looking[group.name] = []
+            for table in manifest.members(group, self._layout.tables):
                 held = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
                 if len(held):
                     spans = [(a - table.offset, b - table.offset) for a, b in blocks.spans_of(held)]
-                    held_stamps = stamps[table.name]
-                    what = (held_stamps, _stamp_shards(held_stamps))
-                    found_rows = staging.submit(
-                        _touched_rows, *what, since_clock, table.offset, spans
+                    self._looking[group.name].append(
+                        [
+                            self._staging.submit(
+                                _touched_rows,
+                                stamps,
+                                self._shards_of(table.name, place),
+                                since[place],
+                                table.offset,
+                                spans,
+                            )
+                            for place, stamps in self._stamps[table.name].items()
+                        ]
                     )
-                    self._tables[group.name].append(found_rows)
 
-    def of(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        """Those within some spans, int64 ascending."""
+    def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        """The touched rows within some spans, virtual, int64 ascending; ``look`` comes first.
+
+        A row is touched where any TouchState says so.
+
+        Raises:
+          TrackingError: stamps of the rows are on other processes.
+        """
         if group not in self._rows:
-            parts = [future.result() for future in self._tables[group]]
+            parts = [_union([look.result() for look in looks]) for looks in self._looking[group]]
             self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
         rows = self._rows[group]
         if spans == self._spans[group]:
             return rows
         parts = [rows[blocks.row_slice(rows, *span)] for span in spans]
         return np.concatenate(parts) if parts else rows[:0]
+
+    def at(self, group: GroupEntry, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Place of each TouchState to the stamps, int32, of a few virtual rows.
+
+        Stamps that a TouchState does not have, or not on this process, are -1.
+        """
+        members = manifest.members(group, self._layout.tables)
+        found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
+        starts = [table.offset for table in members]
+        for number in np.unique(np.searchsorted(starts, rows, "right") - 1):
+            table = members[number]
+            for place in self._stamps.get(table.name, {}):
+                for (first, last), shard in self._shards_of(table.name, place):
+                    part = blocks.row_slice(rows, table.offset + first, table.offset + last)
+                    if part.start < part.stop:
+                        local = rows[part] - (table.offset + first)
+                        _take_few(shard, local, found[place][part])
+        return found
+
+    def shared(self, since: Mapping[str, int]) -> dict[str, int]:
+        """CRC32C of what was touched of the stamps that other processes hold too.
+
+        Replicated stamps are updated by each process for itself: where they differ, each would
+        write its rows by other marks.
+
+        Args:
+          since: place of each TouchState to the clock after which its rows are touched.
+
+        Returns:
+          A key of table, rows and place, to a number that all holders must find alike.
+        """
+        found = {}
+        for table in self._layout.tables:
+            for place, stamps in self._stamps.get(table.name, {}).items():
+                elsewhere = ownership.shared_rows(stamps)
+                for span, shard in self._shards_of(table.name, place):
+                    if span in elsewhere:
+                        looking = self._staging.submit(
+                            _crc32c_of_touched, stamps, [(span, shard)], since[place], span
+                        )
+                        found[f"{table.name}[{span[0]}:{span[1]}]@{place}"] = looking
+        return {key: looking.result() for key, looking in found.items()}
+
+    def _shards_of(self, table: str, place: str) -> list[tuple[Span, Any]]:
+        if (table, place) not in self._shards:
+            self._shards[table, place] = _stamp_shards(self._stamps[table][place])
+        return self._shards[table, place]
+
+
+def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Ascending rows of which each is in one of several ascending arrays."""
+    return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+
+
+def _crc32c_of_touched(
+    stamps: Any, shards: Sequence[tuple[Span, Any]], since_clock: int, span: Span
+) -> int:
+    """A checksum of the rows of a span that were touched, and of when."""
+    rows = _touched_rows(stamps, shards, since_clock, 0, [span])
+    [(_, shard)] = shards
+    when = np.empty(len(rows), np.int32)
+    if len(rows):
+        _take_few(shard, rows - span[0], when)
+    crc = google_crc32c.value(rows.astype("<i8").tobytes())
+    return google_crc32c.extend(crc, (when - np.int32(since_clock)).astype("<i4").tobytes())
 
 
 @jax.jit

@@ -112,24 +112,62 @@ def verify_tracking(
       TrackingError: rows changed that are not marked; names every such table and its rows.
     """
     names = match_touched(touched, layout)
+    stamps = {table: {"": touched.stamps[key]} for table, key in names.items()}
+    check_marked(before, fingerprints(fields, layout), stamps, {"": since_clock})
+
+
+def check_marked(
+    before: Mapping[str, Any],
+    now: Mapping[str, jax.Array],
+    stamps: Mapping[str, Mapping[str, Any]],
+    since: Mapping[str, int],
+) -> None:
+    """Checks that every row that changed on this process is stamped.
+
+    Args:
+      before: table name to fingerprints, (rows, 2), as they were.
+      now: table name to fingerprints.
+      stamps: table name to the place of each TouchState that has stamps of it, to these, (rows,).
+      since: place of each TouchState to its clock when ``before`` was taken.
+
+    Raises:
+      TrackingError: rows changed, and no stamp of them is after its clock; names them.
+    """
     faults = []
-    for table, now in fingerprints(fields, layout).items():
+    for table, rows in now.items():
         if table not in before:
             raise TrackingError(f"table {table}: no fingerprints of it were taken before")
-        changed = changed_rows(before[table], now)
-        stamps = np.asarray(touched.stamps[names[table]])
-        missed = changed[stamps[changed] <= since_clock]
-        if missed.size:
-            shown = ", ".join(map(str, missed[:_LISTED].tolist()))
-            more = f", ... ({missed.size} in all)" if missed.size > _LISTED else ""
+        if before[table].shape != rows.shape:
+            raise TrackingError(
+                f"table {table}: expected {before[table].shape[0]} rows as before, found "
+                f"{rows.shape[0]}; take the fingerprints again after a table has grown"
+            )
+        missed = _changed(_like(before[table], rows), rows)
+        for place, marked in stamps[table].items():
+            untouched = jnp.asarray(marked) <= since[place]
+            missed = missed & _like(untouched, missed)
+        found = _local_rows(missed)
+        if found.size:
+            shown = ", ".join(map(str, found[:_LISTED].tolist()))
+            more = f", ... ({found.size} in all)" if found.size > _LISTED else ""
             faults.append(f"  table {table}: rows {shown}{more}")
     if faults:
+        clocks = ", ".join(str(clock) for clock in since.values())
         raise TrackingError(
             "rows changed since clock "
-            f"{since_clock} that are not marked, and a delta would lose them:\n"
+            f"{clocks} that are not marked, and a delta would lose them:\n"
             + "\n".join(faults)
             + "\nmark every id that the update moves, or wrap the optimizer in track()"
         )
+
+
+def _local_rows(flags: jax.Array) -> np.ndarray:
+    """Rows of this process, ascending, whose flag is set."""
+    found = [
+        np.flatnonzero(np.asarray(shard.data)) + (shard.index[0].start or 0)
+        for shard in flags.addressable_shards
+    ]
+    return np.unique(np.concatenate(found))
 
 
 class RowTracker:
@@ -154,24 +192,25 @@ class RowTracker:
 
     def __init__(self) -> None:
         self._before: dict[str, jax.Array] = {}
-        self._touched = TouchState(jnp.zeros((), jnp.int32), {})
+        self._touched = touched.init({})
 
     @property
-    def clock(self) -> int:
-        """Clock of the last look."""
-        return int(self._touched.clock)
+    def touched(self) -> TouchState:
+        """What the last look found."""
+        return self._touched
 
-    def start(self, fields: Fields, layout: Layout) -> None:
+    def start(self, fields: Fields, layout: Layout, identity: int | None = None) -> None:
         """Takes tables and slots as they were stored: nothing was touched since, at clock 0.
 
         Args:
           fields: the tables and slots as restored.
           layout: their layout.
+          identity: whose clock starts; None draws one.
         """
-        fields = _on_devices(fields, layout)
+        fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
-        fresh = touched.init({name: fields[name][blocks.VALUES] for name in now})
-        self._take(now, fresh)
+        tables = {name: fields[name][blocks.VALUES] for name in now}
+        self._take(now, touched.init(tables, identity=identity))
 
     def look(self, fields: Fields, layout: Layout) -> TouchState:
         """Advances the clock and stamps the rows that changed since the last look, or the start.
@@ -185,9 +224,10 @@ class RowTracker:
         Returns:
           The TouchState, for ``save(touched=...)``.
         """
-        fields = _on_devices(fields, layout)
+        fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
-        stamps = touched.init({name: fields[name][blocks.VALUES] for name in now}).stamps
+        like = {name: fields[name][blocks.VALUES] for name in now}
+        stamps = touched.init(like, identity=touched.UNKNOWN).stamps
         changed = {}
         for name, rows in now.items():
             before = self._before.get(name)
@@ -197,7 +237,7 @@ class RowTracker:
                 mask = _changed(_like(before, rows), rows)
                 stamps[name] = _like(self._touched.stamps[name], stamps[name])
             changed[name] = _like(mask, stamps[name])
-        self._take(now, touched.mark_rows(TouchState(self._touched.clock, stamps), changed))
+        self._take(now, touched.mark_rows(self._touched._replace(stamps=stamps), changed))
         return self._touched
 
     def _take(self, now: dict[str, jax.Array], found: TouchState) -> None:
@@ -205,8 +245,8 @@ class RowTracker:
         self._before, self._touched = jax.block_until_ready((now, found))
 
 
-def _on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]]:
-    """The tables, each with the slots that are hashed beside it.
+def on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]]:
+    """The tables, each with the slots that are hashed beside it: what ``fingerprints`` takes.
 
     A table of the host stays on a CPU device: an accelerator may have no room for it.
     """

@@ -13,8 +13,9 @@ import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from deltackpt import layout, manifest, stored
 from deltackpt.chain import SaveInfo
@@ -22,35 +23,124 @@ from deltackpt.errors import RestoreError
 from deltackpt.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History, LeftToCompaction
 from deltackpt.storage import files
-from deltackpt.touched import clock_exhausted
+from deltackpt.touched import UNKNOWN, clock_exhausted
+
+#: Branches that were left by a restore and can be gone back to.
+_FORMER = 4
+
+
+class Reading(NamedTuple):
+    """What a save read of one TouchState: where it stands, whose it is, and its clock."""
+
+    place: str
+    identity: int
+    clock: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clocks:
+    """What a save saw of tracking.
+
+    Attributes:
+      readings: one of each TouchState; () without any.
+      windows: of each gradient accumulator (``optax.MultiSteps``) how many updates it has made, and
+        how many steps it has gathered for the next.
+    """
+
+    readings: tuple[Reading, ...] = ()
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def seen(self, reading: Reading) -> Reading | None:
+        """What was read here of a TouchState that is read later, None where it was not there.
+
+        One that has moved within the state is found by its identity; of several that bear it, the
+        one of the lowest clock is right for all.
+        """
+        same = [known for known in self.readings if known.identity == reading.identity]
+        here = [known for known in same if known.place == reading.place]
+        return min(here or same, key=lambda known: known.clock, default=None)
+
+    def starts_in(self, other: Clocks) -> bool:
+        """Whether all that is gathered here was begun when ``other`` was read, or later."""
+        return len(self.windows) == len(other.windows) and all(
+            updates > before or (updates == before and not gathered)
+            for (updates, _), (before, gathered) in zip(self.windows, other.windows)
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows that were marked may still move, without being marked again."""
+        return any(gathered for _, gathered in self.windows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intent:
     """What one save will be.
 
-    ``since_clock`` is the parent's clock: rows stamped after it are touched. It is None for a
-    base. ``restores`` counts how often training has gone on from a restored step.
+    Attributes:
+      kind: base or delta.
+      save_id: its id.
+      parent: the save that a delta is taken against.
+      since: place of each TouchState to the clock after which its rows are touched; empty for a
+        base.
+      reason: why.
+      restores: how often training has gone on from a restored step.
+      witness: sampled rows as they were at the parent (``proof.Witness``); None without any.
+      seen: place of each TouchState to what was read of it at the parent.
+      recent: for a base, place of each TouchState to its clock at the save before, where that is
+        known: rows touched since are likely to be wrong where the tracking is.
+      stands_still: whether no clock has moved since the parent.
     """
 
     kind: Kind
     save_id: SaveId
     parent: ParentRef | None
-    since_clock: int | None
+    since: Mapping[str, int]
     reason: str
     restores: int = 0
+    witness: Any = None
+    seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
+    recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stands_still: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Known:
-    """A save of this process: committed, or in flight."""
+    """A save of this process: committed, or in flight.
+
+    ``settled`` is what no accumulator had marked rows of since, by reading; None where nothing is
+    known of the time before: rows may move that no TouchState marks.
+    """
 
     info: SaveInfo
     path: Path
-    clock: int | None
+    clocks: Clocks
     layout: Layout
+    settled: Clocks | None
     total_bytes: int = 0
     chain_length: int = 0
+    witness: Any = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Branch:
+    """The saves since a start or a restore."""
+
+    run: str
+    restores: int = 0
+    attempts: int = 0
+    #: The newest save whose clocks are known and that deltas may all be taken against.
+    anchor: _Known | None = None
+    previous: _Known | None = None
+    in_flight: _Known | None = None
+    #: The newest save that was begun, whatever became of it.
+    begun: _Known | None = None
+    #: The anchor and the saves since, oldest first, where compaction may make one an anchor.
+    since: list[_Known] = dataclasses.field(default_factory=list)
+    #: The save for which the compacted base stands that the anchor is.
+    base_id: SaveId | None = None
+    base_bytes: int = 0
+    delta_bytes: list[int] = dataclasses.field(default_factory=list)
 
 
 class Lineage:
@@ -82,7 +172,11 @@ class Lineage:
         self._item = item
         self._protected = protected
         self._lock = threading.RLock()
-        self._start_run(run)
+        self._branch = _Branch(run=run or new_run())
+        #: Branches that restores have left, the newest last.
+        self._former: list[_Branch] = []
+        #: Why the next saves are bases, until one is committed.
+        self._distrusted: str | None = None
 
     @classmethod
     def unprotected(cls, run: str | None = None) -> Lineage:
@@ -92,14 +186,14 @@ class Lineage:
     @property
     def run(self) -> str:
         """Id of the run: new at every start and at every restore."""
-        return self._run
+        return self._branch.run
 
     def begin(
         self,
         step: int,
         step_dir: Path,
         *,
-        clock: int | None,
+        clocks: Clocks,
         layout: Layout,
         force_base: bool = False,
     ) -> Intent:
@@ -108,60 +202,136 @@ class Lineage:
         Args:
           step: the training step.
           step_dir: where it will stand once committed.
-          clock: clock of the TouchState that it saw, None without one.
+          clocks: of the TouchStates that it saw.
           layout: the tables' layout; a delta's parent must have an equal one.
           force_base: take a base whatever the policy says.
         """
         with self._lock:
             seen = self._settle()
-            self._attempt += 1
-            save_id = SaveId(self._run, step, self._attempt)
-            kind, parent, reason = self._decide(clock, layout, force_base, seen)
+            branch = self._branch
+            branch.attempts += 1
+            save_id = SaveId(branch.run, step, branch.attempts)
+            kind, parent, reason = self._decide(clocks, layout, force_base, seen)
             ref = None
             if parent is not None:
                 ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
             info = SaveInfo(
                 save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0
             )
-            self._in_flight = _Known(info=info, path=step_dir, clock=clock, layout=layout)
-            if parent is not None:
-                self._in_flight.total_bytes = parent.total_bytes
-                self._in_flight.chain_length = parent.chain_length + 1
+            settled = _settled(clocks, branch.begun)
+            before = branch.begun
+            branch.begun = branch.in_flight = _Known(
+                info=info, path=step_dir, clocks=clocks, layout=layout, settled=settled
+            )
+            if parent is None:
+                return Intent(
+                    kind=kind,
+                    save_id=save_id,
+                    parent=None,
+                    since={},
+                    reason=reason,
+                    restores=branch.restores,
+                    recent={} if before is None else _clocks_seen(clocks, before.clocks),
+                )
+            branch.in_flight.total_bytes = parent.total_bytes
+            branch.in_flight.chain_length = parent.chain_length + 1
+            assert parent.settled is not None
+            seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
             return Intent(
                 kind=kind,
                 save_id=save_id,
                 parent=ref,
-                since_clock=parent.clock if parent is not None else None,
+                since=_clocks_seen(clocks, parent.settled),
                 reason=reason,
-                restores=self._restores,
+                restores=branch.restores,
+                witness=parent.witness,
+                seen={now.place: then for now, then in seen_at.items() if then is not None},
+                stands_still=step > parent.info.save_id.step
+                and all(then and now.clock == then.clock for now, then in seen_at.items()),
             )
 
-    def next(self, *, clock: int | None, layout: Layout, force_base: bool = False) -> Decision:
-        """What ``begin`` would decide now, without noting anything."""
+    def as_base(self, intent: Intent, reason: str) -> Intent:
+        """Makes a base of a delta that was just begun.
+
+        Args:
+          intent: what ``begin`` gave.
+          reason: why it cannot, or need not, be a delta.
+        """
+        with self._lock:
+            known = self._branch.in_flight
+            assert known is not None and known.info.save_id == intent.save_id
+            known.info = dataclasses.replace(known.info, kind="base", parent=None)
+            known.total_bytes = known.chain_length = 0
+        return dataclasses.replace(
+            intent,
+            kind="base",
+            parent=None,
+            since={},
+            reason=f"base: {reason}",
+            witness=None,
+            seen={},
+            recent=intent.since,
+            stands_still=False,
+        )
+
+    def witnessed(self, save_id: SaveId, witness: Any) -> None:
+        """Keeps sampled rows as they were at the save in flight, for the proof of later ones."""
+        with self._lock:
+            known = self._branch.in_flight
+            if known is not None and known.info.save_id == save_id:
+                known.witness = witness
+
+    def distrust(self, reason: str) -> None:
+        """Makes the next saves bases, until one is committed.
+
+        Args:
+          reason: why the touched rows cannot be trusted.
+        """
+        with self._lock:
+            self._settle()
+            self._distrusted = reason
+
+    def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
+        """What ``begin`` would decide now, without noting anything.
+
+        A delta may still become a base, where the sampled proof fails or nearly all rows are
+        touched.
+        """
         with self._lock:
             seen = self._settle()
-            kind, parent, reason = self._decide(clock, layout, force_base, seen)
+            kind, parent, reason = self._decide(clocks, layout, force_base, seen)
             if parent is None:
                 return Decision(kind=kind, parent=None, reason=reason)
-            which = "base" if parent is self._anchor else "previous"
+            which = "base" if parent is self._branch.anchor else "previous"
             return Decision(kind=kind, parent=which, reason=reason)
+
+    @property
+    def policy(self) -> BaseOrDelta:
+        """What decides between base and delta."""
+        return self._policy
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the newest base of the branch, 0 where there is none."""
+        return self._branch.base_bytes
 
     @property
     def attempts(self) -> int:
         """How many saves of the run were begun."""
-        return self._attempt
+        return self._branch.attempts
 
     def count_attempts(self, number: int) -> None:
         """Counts a save that other processes have begun, and this one could not."""
         with self._lock:
-            self._attempt = max(self._attempt, number)
+            self._branch.attempts = max(self._branch.attempts, number)
 
     def failed(self, save_id: SaveId) -> None:
-        """Forgets the save in flight, unless it was committed; the parent and its clock stay."""
+        """Forgets the save in flight, unless it was committed; the parent and its clocks stay."""
         with self._lock:
             self._settle()
-            if self._in_flight is not None and self._in_flight.info.save_id == save_id:
-                self._in_flight = None
+            known = self._branch.in_flight
+            if known is not None and known.info.save_id == save_id:
+                self._branch.in_flight = None
 
     def adopt(
         self,
@@ -170,10 +340,14 @@ class Lineage:
         layout: Layout,
         *,
         sizes: Sequence[int],
+        clocks: Clocks,
         restores: int = 0,
         run: str | None = None,
+        witness: Any = None,
     ) -> None:
-        """Starts a new run at a restored step: the parent of what follows, at clock 0.
+        """Starts a new run at a restored step: the parent of what follows.
+
+        What was known before stays known: see ``go_back``.
 
         Args:
           target: the save that was restored.
@@ -181,22 +355,56 @@ class Lineage:
           layout: the tables' layout.
           sizes: bytes of each save of its chain, base first; several processes must have agreed
             on them.
+          clocks: of the fresh TouchStates, at clock 0.
           restores: how often training had been restored when the step was saved.
           run: id of the new run; several processes must have agreed on it.
+          witness: sampled rows as they were restored.
         """
         with self._lock:
-            self._start_run(run)
-            self._restores = restores + 1
-            self._previous = self._anchor = _Known(
+            self._leave(_Branch(run=run or new_run(), restores=restores + 1))
+            self._branch.previous = self._branch.anchor = self._branch.begun = _Known(
                 info=target,
                 path=step_dir,
-                clock=0,
+                clocks=clocks,
                 layout=layout,
+                settled=None if clocks.gathers else clocks,
                 total_bytes=sum(sizes),
                 chain_length=len(sizes) - 1,
+                witness=witness,
             )
-            self._base_bytes = sizes[0]
-            self._since = [self._previous]
+            self._branch.base_bytes = sizes[0]
+            self._branch.since = [self._branch.previous]
+            self._distrusted = None
+
+    def go_back(self, clocks: Clocks) -> bool:
+        """Goes back to the branch that a restore left, where the TouchStates are those of it.
+
+        A step was restored only to be looked at, and training goes on with what it had in memory.
+
+        Args:
+          clocks: of the TouchStates that the next save sees.
+
+        Returns:
+          Whether it did: then nothing is rolled back.
+        """
+        with self._lock:
+            self._settle()
+            if not clocks.readings or _knows(self._branch, clocks):
+                return False
+            for branch in reversed(self._former):
+                if _knows(branch, clocks):
+                    self._former.remove(branch)
+                    self._leave(branch)
+                    return True
+            return False
+
+    def _leave(self, branch: _Branch) -> None:
+        """Goes on with another branch."""
+        self._settle()
+        self._branch.in_flight = None
+        if self._branch.previous is not None:
+            self._former = [*self._former, self._branch][-_FORMER:]
+        self._branch = branch
 
     def newest_compacted(self) -> BaseRef | None:
         """The newest compacted base that stands for a save of this run, or the restored one.
@@ -205,7 +413,7 @@ class Lineage:
         reads there, so that all decide alike.
         """
         with self._lock:
-            candidates = [] if not self._compacted else self._since[::-1]
+            candidates = [] if not self._compacted else self._branch.since[::-1]
         for known in candidates:
             with contextlib.suppress(RestoreError, OSError):
                 base = stored.read_compacted(known.path, known.info.save_id, self._item)
@@ -216,96 +424,89 @@ class Lineage:
     def restart(self) -> None:
         """Starts a new run without a parent: the next save is a base."""
         with self._lock:
-            self._start_run()
+            self._leave(_Branch(run=new_run()))
 
     def protected(self) -> frozenset[SaveId]:
         """Saves that retention must not remove: possible parents, and what is in flight."""
         with self._lock:
             self._settle()
-            known = (self._anchor, self._previous, self._in_flight)
+            flight = self._branch.in_flight
+            known = (self._branch.anchor, self._branch.previous, flight)
             ids = {entry.info.save_id for entry in known if entry is not None}
-            if self._in_flight is not None and self._in_flight.info.parent is not None:
-                ids.add(self._in_flight.info.parent.save_id)
+            if flight is not None and flight.info.parent is not None:
+                ids.add(flight.info.parent.save_id)
             return frozenset(ids)
-
-    def _start_run(self, run: str | None = None) -> None:
-        self._run = run or new_run()
-        self._restores = 0
-        self._attempt = 0
-        #: The newest save whose clock is known and that deltas may all be taken against.
-        self._anchor: _Known | None = None
-        self._previous: _Known | None = None
-        self._in_flight: _Known | None = None
-        #: The anchor and the saves since, oldest first, where compaction may make one an anchor.
-        self._since: list[_Known] = []
-        #: The save for which the compacted base stands that the anchor is.
-        self._base_id: SaveId | None = None
-        self._base_bytes = 0
-        self._delta_bytes: list[int] = []
 
     def _settle(self) -> _Known | None:
         """Promotes the save in flight if it was committed: the save that was found to stand."""
-        known = self._in_flight
+        branch = self._branch
+        known = branch.in_flight
         head = None if known is None else _standing(known, self._item)
         if known is None or head is None:
             return None
-        self._in_flight = None
+        branch.in_flight = None
         # The bytes of every process's part: all processes decide from the same figures.
         known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
         known.total_bytes += head.nbytes
-        self._previous = known
+        branch.previous = known
         if known.info.kind == "base":
-            self._anchor, self._base_bytes, self._delta_bytes = known, known.info.nbytes, []
-            self._since, self._base_id = [], None
+            self._distrusted = None
+            branch.anchor, branch.base_bytes, branch.delta_bytes = known, known.info.nbytes, []
+            branch.since, branch.base_id = [], None
         else:
-            self._delta_bytes.append(known.info.nbytes)
+            branch.delta_bytes.append(known.info.nbytes)
         if self._compacted:
-            self._since.append(known)
+            branch.since.append(known)
             if head.compacted is not None:
                 self._go_on_from(head.compacted)
         return known
 
     def _go_on_from(self, base: BaseRef) -> None:
         """Takes a save for which a compacted base stands as the anchor: its chain is no more."""
-        ids = [known.info.save_id for known in self._since]
-        if base.save_id not in ids or self._base_id == base.save_id:
+        branch = self._branch
+        ids = [known.info.save_id for known in branch.since]
+        if base.save_id not in ids or branch.base_id == base.save_id:
             return
-        self._since = self._since[ids.index(base.save_id) :]
-        anchor, *later = self._since
+        branch.since = branch.since[ids.index(base.save_id) :]
+        anchor, *later = branch.since
         anchor.total_bytes, anchor.chain_length = base.nbytes, 0
         descend = {base.save_id: anchor}
-        self._delta_bytes = []
+        branch.delta_bytes = []
         for known in later:
             parent = None if known.info.parent is None else descend.get(known.info.parent.save_id)
             if parent is not None:
                 known.total_bytes = parent.total_bytes + known.info.nbytes
                 known.chain_length = parent.chain_length + 1
                 descend[known.info.save_id] = known
-                self._delta_bytes.append(known.info.nbytes)
-        self._anchor, self._base_bytes, self._base_id = anchor, base.nbytes, base.save_id
+                branch.delta_bytes.append(known.info.nbytes)
+        branch.anchor, branch.base_bytes, branch.base_id = anchor, base.nbytes, base.save_id
 
     def _decide(
-        self, clock: int | None, layout: Layout, force_base: bool, seen: _Known | None
+        self, clocks: Clocks, layout: Layout, force_base: bool, seen: _Known | None
     ) -> tuple[Kind, _Known | None, str]:
-        anchor, previous = self._anchor, self._previous
+        branch = self._branch
+        anchor, previous = branch.anchor, branch.previous
+        exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (
             (force_base, "base: asked for by the caller"),
             (not self._protected, "base: nothing protects a chain from retention"),
-            (clock is None, "base: no TouchState was given"),
+            (not clocks.readings, "base: no TouchState was given"),
             (anchor is None or previous is None, "base: no committed save to build on"),
-            (clock is not None and clock_exhausted(clock), "base: the clock is exhausted"),
+            (exhausted, "base: the clock is exhausted"),
+            (self._distrusted is not None, f"base: {self._distrusted}"),
         ):
             if applies:
                 return "base", None, reason
-        assert anchor is not None and previous is not None and clock is not None
+        assert anchor is not None and previous is not None
         if previous.layout != layout:
             return "base", None, "base: the tables are not those of the parent"
-        if any(known.clock is None or known.clock > clock for known in (anchor, previous)):
-            return "base", None, "base: the TouchState is not the one that the parent saw"
+        for known in (previous, anchor):
+            if reason := _strange(clocks, known):
+                return "base", None, f"base: {reason}"
         decision = self._policy.decide(
             History(
-                base_bytes=self._base_bytes,
-                delta_bytes=tuple(self._delta_bytes),
+                base_bytes=branch.base_bytes,
+                delta_bytes=tuple(branch.delta_bytes),
                 chain_length=previous.chain_length,
                 chain_bytes=previous.total_bytes,
                 anchor_chain_length=anchor.chain_length,
@@ -328,6 +529,85 @@ class Lineage:
         except (RestoreError, OSError):
             return False
         return base is not None
+
+
+def _knows(branch: _Branch, clocks: Clocks) -> bool:
+    """Whether a branch's newest save saw each of some TouchStates, as far as that can be said."""
+    if branch.previous is None:
+        return False
+    return all(
+        reading.identity != UNKNOWN and branch.previous.clocks.seen(reading) is not None
+        for reading in clocks.readings
+    )
+
+
+def _strange(clocks: Clocks, parent: _Known) -> str | None:
+    """Why the touched rows since a save do not follow from some TouchStates, None where they do."""
+    for reading in clocks.readings:
+        where = f"the TouchState at {reading.place}" if reading.place else "the TouchState given"
+        seen = parent.clocks.seen(reading)
+        if seen is None:
+            return (
+                f"{where} is not one that the save of step {parent.info.save_id.step} saw: it was "
+                "made anew, or is of another run"
+            )
+        if seen.clock > reading.clock:
+            return (
+                f"{where} is not the one that the parent saw: its clock {reading.clock} is before "
+                f"{seen.clock}, that of the save of step {parent.info.save_id.step}"
+            )
+    places = {reading.place for reading in clocks.readings}
+    identities = {reading.identity for reading in clocks.readings}
+    for known in parent.clocks.readings:
+        if known.place not in places and known.identity not in identities:
+            where = f"at {known.place}" if known.place else "given"
+            return (
+                f"the TouchState {where} that the save of step {parent.info.save_id.step} saw is "
+                "there no more"
+            )
+    if parent.settled is None:
+        return (
+            "an accumulator of gradients held rows from before its TouchState was made, and they "
+            "may have moved since without being marked"
+        )
+    return None
+
+
+def _settled(clocks: Clocks, begun: _Known | None) -> Clocks | None:
+    """The clocks since which rows may move after a save without being marked again.
+
+    ``optax.MultiSteps`` moves and resets all rows that it has gathered at the last step of a
+    window, whenever they were marked in it. So what a save in mid-window sees is settled only up to
+    a save of an earlier window, or of its start.
+
+    Args:
+      clocks: what the save sees.
+      begun: the save that was begun before it; None for the first.
+    """
+    if not clocks.gathers:
+        return clocks
+    if begun is None:
+        return None
+    before = begun.clocks if clocks.starts_in(begun.clocks) else begun.settled
+    if before is None:
+        return None
+    found = [before.seen(reading) for reading in clocks.readings]
+    if None in found:
+        return None
+    readings = tuple(
+        reading._replace(clock=min(reading.clock, seen.clock))
+        for reading, seen in zip(clocks.readings, found)
+        if seen is not None
+    )
+    return dataclasses.replace(clocks, readings=readings)
+
+
+def _clocks_seen(clocks: Clocks, earlier: Clocks) -> dict[str, int]:
+    """Place of each TouchState to its clock as it was read earlier; empty where one was not."""
+    found = {reading.place: earlier.seen(reading) for reading in clocks.readings}
+    if None in found.values():
+        return {}
+    return {place: seen.clock for place, seen in found.items() if seen is not None}
 
 
 def new_run() -> str:

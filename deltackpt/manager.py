@@ -22,7 +22,8 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, layout, pipeline, processes, restoring, tables
+from deltackpt import events, layout, pipeline, processes, proof, restoring, tables
+from deltackpt import touched as touch_state
 from deltackpt.errors import (
     ClosedError,
     DeltackptError,
@@ -33,6 +34,8 @@ from deltackpt.errors import (
     RestoreError,
     SaveFailed,
     StorageError,
+    TrackingError,
+    TrackingFailed,
     WaitTimeout,
 )
 from deltackpt.fingerprint import RowTracker
@@ -40,19 +43,20 @@ from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
 from deltackpt.handlers.peers import Peers
-from deltackpt.lineage import Lineage, new_run
+from deltackpt.lineage import Clocks, Lineage, Reading, new_run
 from deltackpt.manifest import SaveId
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
 from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, RefusedSave, SaveReport
 from deltackpt.policy import Decision
+from deltackpt.proof import TrackingVerifier
 from deltackpt.reader import Progress, RestoredTables
 from deltackpt.rendezvous import Rendezvous
 from deltackpt.restoring import Found, Items, RowRanges, Service, StepReader
 from deltackpt.root import Root
 from deltackpt.staging import Staging
 from deltackpt.tables import Split
-from deltackpt.touched import TouchState
+from deltackpt.touched import Marks, TouchState
 
 #: How often a reader lists steps that a trainer removes meanwhile.
 _LISTINGS = 10
@@ -142,6 +146,9 @@ class CheckpointManager:
             compacted=self.options.bases == "compacted",
         )
         self._tracker = RowTracker() if self.options.tracking == "fingerprints" else None
+        self._verifier = TrackingVerifier()
+        #: Whether it was said that no TouchState moves.
+        self._told_stands_still = False
         self._staging = Staging(self.options.staging_bytes)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
@@ -180,15 +187,16 @@ class CheckpointManager:
         Args:
           step: the training step, above every earlier one.
           state: the whole training state, any pytree.
-          touched: its TouchState; found in ``state`` where it is None. Not with
-            ``tracking="fingerprints"``, which looks for itself.
+          touched: a TouchState beside those in ``state``: a row is touched if any of them says so.
+            Not with ``tracking="fingerprints"``, which looks for itself.
           items: Orbax save arguments of further items.
           metrics: for retention policies that look at them.
           force_base: take a base whatever the policy says.
 
         Raises:
           SaveFailed: an earlier save failed in the background. This one *was* taken: its result
-            is ``error.taken``, and it covers what the failed one held.
+            is ``error.taken``, and it covers what the failed one held. ``TrackingFailed`` where the
+            sampled proof found rows that changed and were not marked: then this one is a base.
           FencedError: another trainer has taken over the directory.
           OptionError: the step is not above those that the directory holds.
         """
@@ -226,13 +234,47 @@ class CheckpointManager:
         """What the next save would be, and why; notes nothing."""
         with self._lock:
             self._check_usable(writing=True)
-            split = tables.split(state, self._tables)
+            split = self._split(state)
             if self._tracker is not None:
-                clock = self._tracker.clock
+                marks = (Marks("", self._tracker.touched),)
             else:
-                found = touched if touched is not None else split.touched
-                clock = int(found.clock) if found is not None else None
-            return self._lineage.next(clock=clock, layout=split.layout)
+                marks = Embeddings(split=split, touched=touched).marks
+            clocks = pipeline.clocks_of(split, marks)
+            return self._lineage.next(clocks=clocks, layout=split.layout)
+
+    def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
+        """Proves of every row that it is marked if it changed since the last call of this.
+
+        The sampled proof of each save looks at a few thousand rows, this at all: a pass over tables
+        and slots, and 8 bytes per row on their devices from the first call on. Call it for a few
+        steps when a training loop is set up, and after every change of the optimizer.
+
+        Args:
+          state: the whole training state.
+          touched: as for ``save``.
+
+        Returns:
+          Whether there was anything to compare with: the first call, and the first one after the
+          tables or their TouchStates were made anew, only look.
+
+        Raises:
+          TrackingError: rows changed that are not marked; names every such table and its rows. The
+            next save is a base.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._tracker is not None:
+                raise OptionError(
+                    'verify_tracking: expected tracking="marks", found tracking="fingerprints", '
+                    "which looks at every row itself"
+                )
+            split = self._split(state)
+            marks = Embeddings(split=split, touched=touched).marks
+            try:
+                return self._verifier.verify(split, marks, pipeline.clocks_of(split, marks))
+            except TrackingError as error:
+                self._lineage.distrust(f"verify_tracking found wrong marks: {error}")
+                raise
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the platform has announced that this job will be preempted at ``step``."""
@@ -427,7 +469,6 @@ class CheckpointManager:
                 # Orbax would wait for that process on the training thread.
                 raise _save_failed(failure, None) from failure.cause
             try:
-                self._check_step(step)
                 saved = self._start(step, state, arguments, started)
             except Exception as error:
                 if not _goes_on(error):
@@ -441,13 +482,17 @@ class CheckpointManager:
         if self._peers.count == 1:
             # Of several processes one holds the lease: its commit checks it, and tells the others.
             self._root.check_lease()
+        split = self._split(state)
+        if self._tracker is None:
+            self._go_back(split, arguments.touched)
+        self._check_step(step)
         self._roll_back(step)
-        split = tables.split(state, self._tables)
         embeddings = Embeddings(
             split=split,
             touched=self._touched_rows(split, arguments.touched),
             lineage=self._lineage,
             options=PipelineOptions(
+                sampled_proof=self.options.sampled_proof and self._tracker is None,
                 fsync=self._fsync,
                 staging_bytes=self.options.staging_bytes,
                 digests=("item", "step"),
@@ -498,17 +543,43 @@ class CheckpointManager:
             self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
+        self._warn_of_tracking(pending)
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
 
     def _touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
         if self._tracker is None:
-            return split.touched if given is None else given
+            return given
         if given is not None:
             raise OptionError(
                 'touched: expected none with tracking="fingerprints", which finds the rows by '
                 'itself, found a TouchState; leave it out, or use tracking="marks"'
             )
         return self._tracker.look(split.fields, split.layout)
+
+    def _split(self, state: Any) -> Split:
+        split = tables.split(state, self._tables)
+        # Fingerprints see more than the marks in a state.
+        return split if self._tracker is None else dataclasses.replace(split, marks=())
+
+    def _go_back(self, split: Split, touched: TouchState | None) -> None:
+        """Forgets a restore that was only looked at: training goes on with what it had before."""
+        marks = Embeddings(split=split, touched=touched).marks
+        if self._lineage.go_back(pipeline.clocks_of(split, marks)):
+            self._restored = None
+
+    def _warn_of_tracking(self, pending: PendingSave) -> None:
+        """Says what the sampled proof found, and once where no TouchState moves."""
+        step = pending.intent.save_id.step
+        if pending.doubt is not None:
+            warnings.warn(f"step {step} is saved as a base, since {pending.doubt}", stacklevel=5)
+        elif pending.intent.stands_still and not self._told_stands_still:
+            self._told_stands_still = True
+            warnings.warn(
+                f"step {step}: no TouchState has moved since the parent of this delta, which "
+                "therefore holds no row; if the tables did change, give save() the TouchState that "
+                "the training step returned (touched = touched.mark(touched, ids))",
+                stacklevel=5,
+            )
 
     def _give_up(self, pending: PendingSave | RefusedSave) -> None:
         """Ends a save that failed; it stays the parent of the next where it was committed."""
@@ -590,6 +661,8 @@ class CheckpointManager:
             cause = flight.failure or flight.pending.failure
             failure = _Failure(flight.step, cause if isinstance(cause, Exception) else error)
             self._give_up(flight.pending)
+            if isinstance(failure.cause, DeltackptError) and failure.cause.leaves_doubt:
+                self._lineage.distrust(f"the save of step {flight.step} failed: {failure.cause}")
             self._reset_orbax()
         self._in_flight = None
         if failure is None:
@@ -733,13 +806,15 @@ class CheckpointManager:
         fresh: TouchState | None = None
         extra: dict[str, Any] = {}
         if rows is None:
-            state, fresh = restoring.joined(template, found, loaded)
+            run = self._peers.agree("a new run", new_run())
+            identity = touch_state.identity_of(run)
+            state, fresh = restoring.joined(template, found, loaded, identity)
             if items:
                 with self._reading(f"restoring items of step {step}"):
                     extra = self._steps.items(found, items)
                     found.check_stays()
             if not self.options.read_only:
-                self._go_on_from(found, merged, state)
+                self._go_on_from(found, merged, state, fresh, run)
         result = Restored(
             step=step,
             state=state,
@@ -783,25 +858,41 @@ class CheckpointManager:
                 self._restart_orbax()
             raise
 
-    def _go_on_from(self, found: Found, merged: RestoredTables, state: Any) -> None:
+    def _go_on_from(
+        self,
+        found: Found,
+        merged: RestoredTables,
+        state: Any,
+        fresh: TouchState | None,
+        run: str,
+    ) -> None:
         """Makes a restored step the parent of the next save."""
-        run = self._peers.agree("a new run", new_run())
         # Each process may have read another chain to the step; all decide from one.
         sizes = self._peers.agree("what was read", [info.nbytes for info in merged.chain])
         target_layout = merged.layout
         if found.expected is not None and target_layout.has_rows_of(found.expected.layout):
             # The state goes on in the template's containers, which need not be the saved ones.
             target_layout = found.expected.layout
+        identity = touch_state.identity_of(run)
+        clocks = Clocks(readings=(Reading("", identity, 0),))
+        witness = None
         if self._tracker is not None:
             kept = merged if found.expected is None else tables.split(state, self._tables)
-            self._tracker.start(kept.fields, kept.layout)
+            self._tracker.start(kept.fields, kept.layout, identity)
+        elif fresh is not None:
+            split = tables.split(state, self._tables)
+            clocks = dataclasses.replace(clocks, windows=pipeline.clocks_of(split, ()).windows)
+            if self.options.sampled_proof:
+                witness = proof.of_restored(split, fresh, self._staging)
         self._lineage.adopt(
             merged.chain[-1],
             found.target.step_dir,
             target_layout,
             sizes=sizes,
+            clocks=clocks,
             restores=found.target.head.restores,
             run=run,
+            witness=witness,
         )
         self._restored = found.step
 
@@ -962,6 +1053,10 @@ def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:
         if taken is None
         else f"step {taken.step} was taken and covers its rows"
     )
-    error = SaveFailed(f"the save of step {failure.step} failed: {detail}; {follow}")
+    kind = SaveFailed
+    if isinstance(failure.cause, DeltackptError) and failure.cause.leaves_doubt:
+        kind = TrackingFailed
+        follow = "the next save is a base" if taken is None else f"step {taken.step} was taken"
+    error = kind(f"the save of step {failure.step} failed: {detail}; {follow}")
     error.taken = taken
     return error

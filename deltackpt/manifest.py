@@ -310,6 +310,8 @@ class Manifest:
     #: Group to how many cells of all fields it writes in a base; nothing where it writes none.
     owned_cells: dict[str, int] = dataclasses.field(default_factory=dict)
     covers: tuple[Cover, ...] = ()
+    #: What was touched of the rows whose stamps other processes hold too; of parts but process 0's.
+    shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Every part, by process; in the manifest of process 0, where there are several.
     parts: tuple[Part, ...] = ()
 

@@ -97,6 +97,28 @@ def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     }
 
 
+def shared_rows(stamps: Any) -> frozenset[Span]:
+    """Rows of the stamps that this process holds, by shard, and other processes hold too.
+
+    Args:
+      stamps: (rows,); a numpy array is taken to be the same on every process.
+    """
+    if not isinstance(stamps, jax.Array):
+        return frozenset({(0, stamps.shape[0])} if processes.count() > 1 else ())
+    return _shared_rows(stamps.sharding, stamps.shape, processes.index())
+
+
+@functools.lru_cache(_REMEMBERED)
+def _shared_rows(sharding: Any, shape: tuple[int, ...], here: int) -> frozenset[Span]:
+    grid = _grid(sharding, _parts(sharding, shape))
+    found = set()
+    for device, box in boxes(sharding, shape).items():
+        holders = {processes.of(other) for other in grid.holders[grid.cell_of[device]]}
+        if holders - {here}:
+            found.add(box.rows)
+    return frozenset(found)
+
+
 def whole(shape: tuple[int, ...]) -> Box:
     """All of a field of some shape, (rows, *trailing)."""
     return Box((0, shape[0]), (0, _width(shape)))

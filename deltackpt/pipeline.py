@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,22 +32,23 @@ from deltackpt import (
     layout,
     manifest,
     processes,
+    proof,
     stored,
 )
 from deltackpt.codecs import Codec
 from deltackpt.encode import Piece
-from deltackpt.errors import OutOfSpace
+from deltackpt.errors import OutOfSpace, TrackingError
 from deltackpt.extract import Copying, Dispatched, Landed, Owned, SegmentSource
 from deltackpt.field_writer import Place, StoredArrays
 from deltackpt.integrity import Digest, Digests
-from deltackpt.lineage import Intent, Lineage
+from deltackpt.lineage import Clocks, Intent, Lineage, Reading
 from deltackpt.manifest import GroupEntry, Manifest, Segment
-from deltackpt.policy import Choice
+from deltackpt.policy import Choice, too_large
 from deltackpt.rendezvous import Rendezvous
 from deltackpt.staging import Staging
 from deltackpt.storage import arrays, files, gaps
-from deltackpt.tables import Split, match_touched
-from deltackpt.touched import TouchState
+from deltackpt.tables import Split, match_marks
+from deltackpt.touched import Marks, TouchState, plain
 
 #: Rows of held state are encoded in pieces of about this size.
 PIECE_BYTES = arrays.CHUNK_BYTES
@@ -65,12 +67,14 @@ class PipelineOptions:
       fsync: whether every file is on disk before its part counts as written.
       staging_bytes: host memory for copied rows, over all saves in flight.
       digests: digest files that the commit promises; see ``Manifest.digests``.
+      sampled_proof: whether saves prove a sample of the rows: see ``proof``.
       peers_secs: how long a process that has written its part waits for the others.
     """
 
     fsync: bool = True
     staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
+    sampled_proof: bool = True
     peers_secs: float = 300.0
 
 
@@ -80,7 +84,8 @@ class Embeddings:
 
     Attributes:
       split: the state, split by ``tables.split``; its dense leaves are not saved here.
-      touched: which rows changed; None gives a base.
+      touched: a TouchState given beside those of the state; a row is touched if any of them says
+        so. Without any the save is a base.
       lineage: what the trainer knows of its saves; None gives a base of a run of its own.
       options: how to stage and write.
       staging: the pool shared by the saves of one manager.
@@ -93,6 +98,14 @@ class Embeddings:
     options: PipelineOptions = PipelineOptions()
     staging: Staging | None = None
     force_base: bool = False
+
+    @property
+    def marks(self) -> tuple[Marks, ...]:
+        """The TouchStates of the state, and the one given where it is another."""
+        given = self.touched
+        if given is None or any(marks.state.clock is given.clock for marks in self.split.marks):
+            return self.split.marks
+        return *self.split.marks, Marks("", plain(given))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +128,19 @@ class SaveReport:
     tables: tuple[events.TableFigures, ...]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """What the training thread found of the touched rows.
+
+    Attributes:
+      faults: what the sampled proof found; None where it holds.
+      shared: checksums of what other processes must have found alike: ``Stamps.shared``.
+    """
+
+    faults: str | None = None
+    shared: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
 class PendingSave:
     """A save whose snapshot was taken; ``write`` runs once, in the background."""
 
@@ -128,9 +154,13 @@ class PendingSave:
         staging: Staging,
         extract_secs: float,
         owned: Owned,
+        tracked: Tracked,
     ):
         """Made by ``snapshot``."""
         self.intent = intent
+        #: Why the touched rows were not trusted, and all rows are saved; None where they were.
+        self.doubt = tracked.faults if intent.kind == "base" else None
+        self._tracked = tracked
         self.plans = plans
         self.released = threading.Event()
         #: ``write`` waits for it: busy beside the start of Orbax's own threads it would cost
@@ -191,6 +221,8 @@ class PendingSave:
     def _write(self, item_dir: Path, peers: Rendezvous) -> SaveReport:
         started = time.perf_counter()
         try:
+            if self.intent.kind == "delta" and self._tracked.faults is not None:
+                raise TrackingError(f"step {self.intent.save_id.step}: {self._tracked.faults}")
             self._land()
             landed = time.perf_counter()
             segments, chunks = self._write_segments(item_dir, peers.process)
@@ -332,7 +364,7 @@ class PendingSave:
         record = self._manifest(segments, digests_crc32c, peers)
         if peers.count > 1 and peers.process == 0:
             parts = peers.collect(item_dir, record)
-            record = dataclasses.replace(record, parts=parts)
+            record = dataclasses.replace(record, parts=parts, shared_stamps={})
         elif peers.count > 1:
             # Process 0 speaks for all; what it says is checked by its digest.
             record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
@@ -371,6 +403,7 @@ class PendingSave:
         return dataclasses.replace(
             record,
             plan_crc32c=manifest.plan_crc32c(record),
+            shared_stamps=dict(self._tracked.shared),
             owned_cells=self._owned.cells,
             covers=tuple(
                 self._owned.cover(group)
@@ -453,7 +486,9 @@ def rendezvous(temporary: Path, timeout_secs: float) -> Rendezvous:
 def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     """Takes what a save needs from the training state; the blocking half of a save.
 
-    The caller must ``wait_copied()`` before training goes on.
+    The caller must ``wait_copied()`` before training goes on. Where the sampled proof finds the
+    touched rows wrong, one process saves a base at once; several fail in the background, before the
+    commit.
 
     Args:
       embeddings: the state, its touched rows and its lineage.
@@ -461,24 +496,41 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
       step_dir: where the step will stand once it is committed.
 
     Raises:
-      TrackingError: the TouchState does not fit the tables.
+      TrackingError: a TouchState does not fit the tables.
       OutOfSpace: the store has too little room for the save.
     """
     started = time.perf_counter()
-    split, touched = embeddings.split, embeddings.touched
+    split, marks = embeddings.split, embeddings.marks
     lineage = embeddings.lineage or Lineage.unprotected()
     staging = embeddings.staging or Staging(embeddings.options.staging_bytes)
-    names = match_touched(touched, split.layout) if touched is not None else {}
+    stamps = match_marks(marks, split.layout) if marks else {}
     intent = lineage.begin(
         step,
         step_dir,
-        clock=int(touched.clock) if touched is not None else None,
+        clocks=clocks_of(split, marks),
         layout=split.layout,
         force_base=embeddings.force_base,
     )
     copied: list[Copying | Dispatched] | None = None
     try:
-        whole = intent.since_clock is None
+        sources = extract.Sources(split.layout, split.fields, stamps, staging)
+        if since := intent.since or intent.recent:
+            sources.stamps.look(since)
+        tracked = Tracked()
+        if embeddings.options.sampled_proof and marks and embeddings.lineage is not None:
+            found = proof.take(sources, intent)
+            lineage.witnessed(intent.save_id, found.witness)
+            tracked = Tracked(faults=found.text if found.faults else None)
+        if intent.kind == "delta" and processes.count() > 1:
+            tracked = dataclasses.replace(tracked, shared=sources.stamps.shared(intent.since))
+        elif intent.kind == "delta" and tracked.faults is not None:
+            intent = lineage.as_base(intent, tracked.faults)
+        segments = sources.segments(whole=intent.kind == "base")
+        if intent.kind == "delta" and processes.count() == 1:
+            ahead = _expected_bytes(split, segments, intent)
+            if (reason := too_large(lineage.policy, *ahead)) is not None:
+                intent = lineage.as_base(intent, reason)
+                segments = sources.segments(whole=True)
         plans = {
             group: {
                 field: choice.planned(intent.kind, restores=intent.restores)
@@ -486,13 +538,9 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             }
             for group, choices in split.codecs.items()
         }
-        stamps = {} if touched is None else {t: touched.stamps[key] for t, key in names.items()}
-        segments, owned = extract.segment_sources(
-            split.layout, split.fields, stamps, intent.since_clock, staging
-        )
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
-        if not whole and staging.fits(nbytes):
+        if intent.kind == "delta" and staging.fits(nbytes):
             copied = []
             for segment in segments:
                 if segment.on_host:
@@ -507,7 +555,50 @@ def snapshot(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             taken.give_back(staging)
         raise
     extract_secs = time.perf_counter() - started
-    return PendingSave(embeddings, intent, segments, copied, plans, staging, extract_secs, owned)
+    return PendingSave(
+        embeddings,
+        intent,
+        segments,
+        copied,
+        plans,
+        staging,
+        extract_secs,
+        sources.owned,
+        tracked,
+    )
+
+
+def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:
+    """What a save sees of tracking, in numbers; waits for the step that computes them.
+
+    Args:
+      split: the state.
+      marks: its TouchStates, and a given one.
+    """
+    readings = (Reading(place, int(state.identity), int(state.clock)) for place, state in marks)
+    windows = ((int(updates), int(gathered)) for updates, gathered in split.windows)
+    return Clocks(readings=tuple(readings), windows=tuple(windows))
+
+
+def _expected_bytes(
+    split: Split, segments: Sequence[SegmentSource], intent: Intent
+) -> tuple[int, int]:
+    """Bytes that a delta of some segments, and a base, would write before any compression."""
+    delta_bytes = base_bytes = 0
+    for group in split.layout.groups:
+        for spec in group.fields:
+            choice, dtype = split.codecs[group.name][spec.name], codecs.dtype_of(spec.dtype)
+            row_bytes = {}
+            for kind in ("delta", "base"):
+                codec = codecs.get(choice.planned(kind, restores=intent.restores).codec)
+                arrays_of = codec.stored(spec.trailing, dtype).values()
+                row_bytes[kind] = sum(math.prod(a.trailing) * a.dtype.itemsize for a in arrays_of)
+            held = [s for s in segments if s.group == group.name and spec.name in s.fields]
+            # Segments of other columns hold the same rows.
+            cells = sum(len(s.rows) * math.prod(s.fields[spec.name].trailing[:1]) for s in held)
+            delta_bytes += cells * row_bytes["delta"] // manifest.width(spec.trailing)
+            base_bytes += group.rows * row_bytes["base"]
+    return delta_bytes, base_bytes
 
 
 def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:

@@ -24,7 +24,13 @@ from pathlib import Path
 import google_crc32c
 
 from deltackpt import layout, manifest
-from deltackpt.errors import Disagreement, PeerFailed, PeerMissing
+from deltackpt.errors import (
+    DeltackptError,
+    Disagreement,
+    PeerFailed,
+    PeerMissing,
+    TrackingError,
+)
 from deltackpt.manifest import Manifest, Part
 from deltackpt.storage import files
 
@@ -55,7 +61,11 @@ class Rendezvous:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process cannot do its part; never raises."""
         missing = error.processes if isinstance(error, PeerMissing) else None
-        note = {"error": f"{type(error).__name__}: {error}", "missing": missing}
+        note = {
+            "error": f"{type(error).__name__}: {error}",
+            "missing": missing,
+            "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
+        }
         path = self.temporary / layout.failure_name(self.process)
         # Where it cannot be written the others wait until their time is up, and name this process.
         with contextlib.suppress(OSError):
@@ -76,9 +86,11 @@ class Rendezvous:
           PeerMissing: manifests did not appear in time.
           PeerFailed: a process left a note.
           Disagreement: a part is one of another save, or the parts do not make up the tables.
+          TrackingError: processes that hold the same rows were told of other touched ones.
         """
         parts = {0: part_of(own, 0)}
         owned = [own.owned_cells]
+        told = {key: (0, value) for key, value in own.shared_stamps.items()}
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
             for process in sorted(_found(item_dir, layout.manifest_process) - parts.keys()):
@@ -86,6 +98,7 @@ class Rendezvous:
                 data = files.read_bytes(item_dir / name)
                 found = manifest.from_bytes(data, name=name)
                 _check_agreed(own, found)
+                _check_told(told, found)
                 parts[process] = part_of(found, google_crc32c.value(data))
                 owned.append(found.owned_cells)
             if len(parts) == self.count:
@@ -179,7 +192,7 @@ class Rendezvous:
                 f"failed: {note['error']}"
             )
             if note["missing"] is None:
-                raise PeerFailed(text)
+                raise PeerFailed(text, leaves_doubt=note["doubt"])
             raise PeerMissing(text, tuple(set(note["missing"]) - {self.process}))
 
     def _missing(self, processes: set[int], what: str) -> PeerMissing:
@@ -224,6 +237,21 @@ def _check_agreed(own: Manifest, other: Manifest) -> None:
                 f"0 on {field} {want} ({own.kind}: {own.reason}), found {have} ({other.kind}: "
                 f"{other.reason}); give every process the same state structure, options and "
                 "arguments of save()"
+            )
+
+
+def _check_told(told: dict[str, tuple[int, int]], other: Manifest) -> None:
+    """Processes that hold the same stamps must have touched the same rows; notes what was told."""
+    for key, value in other.shared_stamps.items():
+        process, before = told.setdefault(key, (other.process, value))
+        if before != value:
+            table, _, place = key.partition("@")
+            where = f"the TouchState at {place}" if place else "the TouchState given to save()"
+            raise TrackingError(
+                f"step {other.save_id.step}, table {table}: expected processes {process} and "
+                f"{other.process}, which both hold these rows, to have marked the same ones in "
+                f"{where}, found that they did not; mark the ids of all processes on each "
+                "(jax.lax.all_gather, or ids as one global array). The next save is a base"
             )
 
 

@@ -274,16 +274,27 @@ class StepReader:
             raise RestoreError(str(self._peers.named(what, error))) from error
 
 
-def joined(template: Any, found: Found, loaded: Loaded) -> tuple[Any, TouchState | None]:
-    """The whole state and its fresh TouchState; dicts and lists of numpy without a template."""
+def joined(
+    template: Any, found: Found, loaded: Loaded, identity: int
+) -> tuple[Any, TouchState | None]:
+    """The whole state and its fresh TouchState; dicts and lists of numpy without a template.
+
+    Args:
+      template: the state's structure.
+      found: what was to be restored.
+      loaded: what was read.
+      identity: that of the fresh TouchState.
+    """
     expected, merged = found.expected, loaded.tables
     if expected is None:
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
     placed = merged.placed or restore.place(merged, expected.fields)
-    if expected.touched is not None:
-        fresh = touched.fresh(expected.touched)
-    else:
-        fresh = touched.init({name: fields[VALUES] for name, fields in placed.items()})
+    found_in = [touched.fresh(marks.state, identity) for marks in expected.marks]
+    known = {table for state in found_in for table in tables.matched(state, expected.layout)}
+    others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
+    fresh = touched.init(others, identity=identity)
+    for state in found_in:
+        fresh = state._replace(stamps=fresh.stamps | state.stamps)
     return tables.join(template, expected.layout, placed, loaded.dense, fresh), fresh
 
 

@@ -24,7 +24,7 @@ from deltackpt.groups import CodecOption, TableFields, group_tables
 from deltackpt.manifest import DenseLeaf, KeyPath, Layout, path_name
 from deltackpt.paths import Flat, Select
 from deltackpt.policy import CodecChoice
-from deltackpt.touched import TouchState
+from deltackpt.touched import Marks, TouchState
 
 #: Layouts that one Tables remembers; a training run has one or two.
 _REMEMBERED = 16
@@ -80,15 +80,23 @@ class Split:
       layout: what is where.
       fields: table name to field name to leaf, (rows, *trailing).
       dense: nested dicts with string keys of the dense leaves.
-      touched: the state's TouchState, None where it has none.
+      marks: the TouchStates of the state.
       codecs: group name to field name to how its rows are to be stored.
+      windows: of each gradient accumulator (``optax.MultiSteps``) how many updates it has made and
+        how many steps it has gathered for the next: scalars of the state.
     """
 
     layout: Layout
     fields: dict[str, dict[str, Any]]
     dense: dict[str, Any]
-    touched: TouchState | None
+    marks: tuple[Marks, ...]
     codecs: dict[str, dict[str, CodecChoice]]
+    windows: tuple[tuple[Any, Any], ...] = ()
+
+    @property
+    def touched(self) -> TouchState | None:
+        """The state's TouchStates as one, None where it has none; see ``touched.find``."""
+        return tracking.combine(marks.state for marks in self.marks)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,6 +108,7 @@ class _Plan:
     fields: dict[str, dict[str, int]]
     dense: tuple[tuple[tuple[str, ...], int], ...]
     places: tuple[tracking.Place, ...]
+    windows: tuple[tuple[int, int], ...]
 
 
 _plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
@@ -119,7 +128,6 @@ def split(state: Any, tables: Tables) -> Split:
     Raises:
       TableSelectionError: a pattern matches nothing, a chosen leaf cannot be a table, a path
         names two leaves, or slots are ambiguous; the message lists the paths.
-      TrackingError: the state holds TouchStates that disagree.
     """
     leaves, treedef = paths.flatten(state, tracking.is_touch_state)
     plan = _plan_of(state, tables, leaves, treedef)
@@ -133,8 +141,9 @@ def split(state: Any, tables: Tables) -> Split:
         for step in key[:-1]:
             node = node.setdefault(step, {})
         node[key[-1]] = _plain_empty(leaves[i])
-    touched = tracking.combine(_touched_at(place, leaves) for place in plan.places)
-    return Split(plan.layout, fields, dense, touched, plan.codecs)
+    marks = tuple(Marks(path_name(place.path), _touched_at(place, leaves)) for place in plan.places)
+    windows = tuple((leaves[updates], leaves[gathered]) for updates, gathered in plan.windows)
+    return Split(plan.layout, fields, dense, marks, plan.codecs, windows)
 
 
 def join(
@@ -206,16 +215,52 @@ def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
     Raises:
       TrackingError: a table has no stamps, two tables share some, or the numbers of rows differ.
     """
+    found = matched(touched, layout)
+    for table in layout.tables:
+        if table.name not in found:
+            raise TrackingError(
+                f"table {table.name}: no stamps of it in the TouchState, which has\n"
+                f"{paths.listed(touched.stamps)}\ninitialise it with every table"
+            )
+    return found
+
+
+def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, Any]]:
+    """The stamps of each table: table name to place to stamps, (rows,) int32.
+
+    Args:
+      marks: the TouchStates of a save; a table may have stamps in any of them.
+      layout: the tables.
+
+    Raises:
+      TrackingError: a table has no stamps in any, or as for ``match_touched``.
+    """
+    found: dict[str, dict[str, Any]] = {table.name: {} for table in layout.tables}
+    for place, touched in marks:
+        for table, key in matched(touched, layout).items():
+            found[table][place] = touched.stamps[key]
+    if bare := [table for table, stamps in found.items() if not stamps]:
+        known = {key for _, touched in marks for key in touched.stamps}
+        raise TrackingError(
+            f"table {bare[0]}: no stamps of it in the TouchState, which has\n"
+            f"{paths.listed(known)}\ninitialise it with every table"
+        )
+    return found
+
+
+def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
+    """Table name to the key of its stamps, of those tables that have some.
+
+    Raises:
+      TrackingError: two tables share stamps, or the numbers of rows differ.
+    """
     found: dict[str, str] = {}
     for table in layout.tables:
         steps = table.name.split("/")
         ends = ("/".join(steps[i:]) for i in range(len(steps)))
         key = next((end for end in ends if end in touched.stamps), None)
         if key is None:
-            raise TrackingError(
-                f"table {table.name}: no stamps of it in the TouchState, which has\n"
-                f"{paths.listed(touched.stamps)}\ninitialise it with every table"
-            )
+            continue
         found[table.name] = key
         rows = touched.stamps[key].shape[0]
         if rows != table.rows:
@@ -273,9 +318,24 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     )
     fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in found}
     # A plan outlives the state: it keeps where the TouchState stands, not its arrays.
-    kept = tuple(place._replace(touched=TouchState(None, {})) for place in places)  # pyright: ignore[reportArgumentType]
+    kept = tuple(place._replace(touched=TouchState(None, {}, None)) for place in places)  # pyright: ignore[reportArgumentType]
     keys = tuple((_dense_key(flat.paths[i]), i) for i in dense)
-    return _Plan(layout, grouped.choices, fields, keys, kept)
+    return _Plan(layout, grouped.choices, fields, keys, kept, _windows(flat))
+
+
+def _windows(flat: Flat) -> tuple[tuple[int, int], ...]:
+    """Positions of the counters of each ``optax.MultiSteps``: updates made, steps gathered."""
+    at = {path: i for i, path in enumerate(flat.paths)}
+    names: dict[KeyPath, dict[Any, int]] = {}
+    for path, i in at.items():
+        if path and path[-1][1] in ("gradient_step", "mini_step"):
+            names.setdefault(path[:-1], {})[path[-1][1]] = i
+    gathers = {path[:n] for path in at for n, step in enumerate(path) if step[1] == "acc_grads"}
+    return tuple(
+        (counters["gradient_step"], counters["mini_step"])
+        for path, counters in names.items()
+        if len(counters) == 2 and path in gathers
+    )
 
 
 def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[TableFields]:
@@ -429,10 +489,8 @@ def _plain_empty(leaf: Any) -> Any:
 
 
 def _touched_at(place: tracking.Place, leaves: list[Any]) -> TouchState:
-    clock, *stamps = (leaves[i] for i in place.positions)
-    if not place.names:
-        return tracking.plain(clock)
-    return TouchState(clock, dict(zip(place.names, stamps, strict=True)))
+    found = [leaves[i] for i in place.positions]
+    return tracking.of_leaves(found, place.names) if place.names else tracking.plain(found[0])
 
 
 def _put_touched(place: tracking.Place, leaves: list[Any], touched: TouchState | None) -> None:
@@ -443,9 +501,10 @@ def _put_touched(place: tracking.Place, leaves: list[Any], touched: TouchState |
         raise TrackingError(
             f"{path_name(place.path)}: the TouchState given lacks tables\n{paths.listed(absent)}"
         )
-    content = TouchState(given.clock, {name: given.stamps[name] for name in wanted})
+    content = given._replace(stamps={name: given.stamps[name] for name in wanted})
     if place.names:
-        values = (content.clock, *(content.stamps[name] for name in place.names))
+        stamps = (content.stamps[name] for name in place.names)
+        values = (content.clock, *stamps, content.identity)
         for i, value in zip(place.positions, values, strict=True):
             leaves[i] = value
         return

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Touched rows as stamps: pure JAX, inside jit or out of it.
 
-``TouchState`` holds one int32 stamp per row and one clock. ``mark`` advances the clock and
-stamps rows with it; a save records the clock that it saw, and the rows touched since are those
-with a greater stamp. Nothing is ever cleared, so a failed save loses no row.
+``TouchState`` holds one int32 stamp per row, one clock and an identity. ``mark`` advances the clock
+and stamps rows with it; a save records the clock that it saw, and the rows touched since are those
+with a greater stamp. Nothing is ever cleared, so a failed save loses no row. A clock alone does
+not say whose it is: one that was made anew passes the clock of the last save soon. The identity
+says it, and what it cannot tell (a copy of an older moment) the sampled proof finds (``proof``).
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from deltackpt import paths, slots
 from deltackpt.bits import any_in_row, away_from_zero, bits, folded, width
@@ -25,6 +29,8 @@ from deltackpt.paths import Flat, Select
 
 #: The clock stops here; a save that sees it takes a base.
 CLOCK_MAX = int(np.iinfo(np.int32).max)
+#: The identity of a TouchState that was made where nothing could be drawn: under a trace.
+UNKNOWN = 0
 
 
 class TouchState(NamedTuple):
@@ -34,10 +40,25 @@ class TouchState(NamedTuple):
       clock: int32 scalar, advanced by each ``mark``.
       stamps: table name to the clock at which each row was last touched, (rows,) int32, 0 at
         first; sharded like the table's first axis.
+      identity: int32 scalar, whose clock this is: drawn by ``init`` and at every restore, the same
+        in all processes; ``UNKNOWN`` where ``init`` ran under a trace.
     """
 
     clock: jax.Array
     stamps: dict[str, jax.Array]
+    identity: jax.Array
+
+
+class Marks(NamedTuple):
+    """One of the TouchStates that a save looks at.
+
+    Attributes:
+      place: its path in the state; "" where it was given beside the state.
+      state: what it says.
+    """
+
+    place: str
+    state: TouchState
 
 
 class TrackState(NamedTuple):
@@ -52,23 +73,26 @@ class TrackState(NamedTuple):
     inner: optax.OptState
 
 
-def init(tables: Mapping[str, Any]) -> TouchState:
+def init(tables: Mapping[str, Any], *, identity: int | None = None) -> TouchState:
     """Makes a TouchState in which no row was touched yet.
 
     Args:
       tables: table name to its array or ShapeDtypeStruct, first axis rows. Stamps get its
         row sharding. Inside jit an array whose sharding jit alone decides (Auto axes) gives
         stamps that jit shards.
+      identity: one that all processes have agreed on already; None draws one.
 
     Returns:
-      Clock 0, stamps (rows,) int32 of zeros.
+      Clock 0, stamps (rows,) int32 of zeros, an identity of its own. In a job of several processes
+      every process must call it for tables that lie on several of them, since they agree on the
+      identity.
 
     Raises:
       TrackingError: a table has no row axis.
 
     Example:
       >>> state = init({"users": jnp.zeros((4, 2))})
-      >>> state = mark(state, {"users": jnp.array([1, 3, -1])})
+      >>> state = mark(state, {"users": jnp.array([1, 3])})
       >>> state.stamps["users"].tolist()
       [0, 1, 0, 1]
     """
@@ -77,24 +101,59 @@ def init(tables: Mapping[str, Any]) -> TouchState:
     for name, table in tables.items():
         if fault := paths.table_fault(table):
             raise TrackingError(f"table {name}: {fault}; expected an array of rows")
-        stamps[name] = _zeros(table.shape[:1], _row_sharding(table), traced=traced)
-    return TouchState(clock, stamps)
+        stamps[name] = _filled(table.shape[:1], _row_sharding(table), 0, traced=traced)
+    if identity is None:
+        identity = UNKNOWN if traced else _agreed_identity(tables.values())
+    return TouchState(clock, stamps, jnp.asarray(np.int32(identity)))
 
 
-def fresh(state: TouchState) -> TouchState:
-    """A TouchState like ``state`` (abstract or not) in which no row was touched yet."""
+def new_identity() -> int:
+    """An identity that no other TouchState bears, but for one in 2**31."""
+    return 1 + secrets.randbelow(CLOCK_MAX)
+
+
+def identity_of(run: str) -> int:
+    """The identity that goes with a run id, which all processes have agreed on."""
+    return 1 + int(run, 16) % CLOCK_MAX
+
+
+def _agreed_identity(tables: Iterable[Any]) -> int:
+    """A new identity, the same in all processes; ``UNKNOWN`` where they have no call in common."""
+    if jax.process_count() == 1:
+        return new_identity()
+    shardings = [getattr(table, "sharding", None) for table in tables]
+    if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
+        return UNKNOWN
+    return int(multihost_utils.broadcast_one_to_all(np.int32(new_identity())))
+
+
+def fresh(state: TouchState, identity: int = UNKNOWN) -> TouchState:
+    """A TouchState like ``state`` (abstract or not) in which no row was touched yet.
+
+    Args:
+      state: what it is to be like.
+      identity: whose clock the new one is.
+    """
     traced = isinstance(jnp.zeros((), jnp.int32), Tracer)
 
-    def zeros(leaf: Any) -> jax.Array:
-        return _zeros(leaf.shape, getattr(leaf, "sharding", None), traced=traced)
+    def filled(leaf: Any, value: int) -> jax.Array:
+        return _filled(leaf.shape, getattr(leaf, "sharding", None), value, traced=traced)
 
-    return jax.tree.map(zeros, state)
+    values = TouchState(0, dict.fromkeys(state.stamps, 0), identity)  # pyright: ignore[reportArgumentType]
+    return jax.tree.map(filled, state, values)
 
 
-def mark(state: TouchState, ids: Mapping[str, Any]) -> TouchState:
+def mark(
+    state: TouchState, ids: Mapping[str, Any], *, mask: Mapping[str, Any] | None = None
+) -> TouchState:
     """Advances the clock and stamps the rows that ``ids`` name.
 
-    Ids below zero, and ids past the last row, are padding and dropped; they never wrap.
+    An id outside 0..rows-1 stamps every row that any of JAX's indexing modes could move for it: the
+    id modulo the number of rows (negative ids wrap in ``w[ids]``), and the first row (negative ids)
+    or the last (ids beyond the end), which ``mode="clip"`` moves. One row too many is cheap, one
+    too few would be a wrong model. Padding is best an id of the number of rows or more, which the
+    default modes drop, or a ``mask``, which stamps nothing for it.
+
     Costs O(ids), whatever the tables' sizes. The clock stops at ``CLOCK_MAX``: rows are still
     stamped, and ``clock_exhausted`` makes the next saves bases.
 
@@ -102,19 +161,41 @@ def mark(state: TouchState, ids: Mapping[str, Any]) -> TouchState:
       state: the TouchState; its stamps keep their sharding under Auto and Explicit meshes.
       ids: table name, or the end of exactly one table's path (``"words"`` for
         ``"tables/words"``), to row indices of any shape and integer dtype.
+      mask: names of ``ids`` to bool arrays that broadcast against them: False where an id is
+        padding.
 
     Returns:
       The state after the mark.
 
     Raises:
-      TrackingError: a name has no stamps, or ids are no integers.
+      TrackingError: a name has no stamps, ids are no integers, or a mask is of no ids.
+
+    Example:
+      >>> state = init({"users": jnp.zeros((5, 2))})
+      >>> state = mark(state, {"users": jnp.array([1, -2])})
+      >>> state.stamps["users"].tolist()
+      [1, 1, 0, 1, 0]
+      >>> padded = {"users": jnp.array([2, 0])}
+      >>> state = mark(state, padded, mask={"users": jnp.array([True, False])})
+      >>> state.stamps["users"].tolist()
+      [1, 1, 2, 1, 0]
     """
-    clock = jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
+    clock = _next_clock(state)
     stamps = dict(state.stamps)
+    masks = dict(mask or {})
     for name, rows in ids.items():
         key = _stamps_key("mark", name, stamps)
-        stamps[key] = _stamp(name, stamps[key], clock, rows)
-    return TouchState(clock, stamps)
+        stamps[key] = _stamp(name, stamps[key], clock, rows, masks.pop(name, None))
+    if masks:
+        raise TrackingError(
+            f"mark: expected masks of the ids given, found masks of\n{paths.listed(masks)}\n"
+            f"and ids of\n{paths.listed(ids)}"
+        )
+    return TouchState(clock, stamps, state.identity)
+
+
+def _next_clock(state: TouchState) -> jax.Array:
+    return jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
 
 
 def _stamps_key(action: str, name: str, stamps: Mapping[str, jax.Array]) -> str:
@@ -138,12 +219,12 @@ def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
     Raises:
       TrackingError: a name has no stamps.
     """
-    clock = jnp.minimum(state.clock, CLOCK_MAX - 1) + jnp.int32(1)
+    clock = _next_clock(state)
     stamps = dict(state.stamps)
     for name, mask in rows.items():
         key = _stamps_key("mark_rows", name, stamps)
         stamps[key] = jnp.where(mask, clock, stamps[key])
-    return TouchState(clock, stamps)
+    return TouchState(clock, stamps, state.identity)
 
 
 def clock_exhausted(clock: int | jax.Array) -> bool:
@@ -231,7 +312,8 @@ def find(state: Any) -> TouchState | None:
       state: any pytree.
 
     Returns:
-      The TouchState; several of one clock and of different tables are joined; None without any.
+      The TouchState; several of one clock and of different tables are joined under the identity of
+      the first; None without any. A save looks at each by itself.
 
     Raises:
       TrackingError: several disagree in their clocks, or in the stamps of one table.
@@ -245,8 +327,8 @@ class Place(NamedTuple):
 
     Attributes:
       path: its key path.
-      positions: its leaves: one position where its type is intact, else the clock's and those
-        of the stamps in the order of ``names``.
+      positions: its leaves: one position where its type is intact, else the clock's, those of the
+        stamps in the order of ``names``, and the identity's.
       names: the tables of the stamps, () where the type is intact.
       touched: its content.
     """
@@ -269,30 +351,39 @@ def places(flat: Flat) -> list[Place]:
     fields, shapes and dtypes of a TouchState.
     """
     found = []
-    untyped: dict[KeyPath, dict[str, int]] = {}
+    untyped: dict[KeyPath, dict[tuple[str, ...], int]] = {}
     for i, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
         if is_touch_state(leaf):
             found.append(Place(path, (i,), (), plain(leaf)))
-        elif len(path) >= 3 and path[-2][1] == "touched" and path[-1][1] == "clock":
-            untyped.setdefault(path[:-1], {})[""] = i
-        elif len(path) >= 4 and path[-3][1] == "touched" and path[-2][1] == "stamps":
-            untyped.setdefault(path[:-2], {})[str(path[-1][1])] = i
+            continue
+        for depth, fields in ((1, ("clock", "identity")), (2, ("stamps",))):
+            part = tuple(str(step) for _, step in path[-depth:])
+            inside = len(path) > depth + 1 and path[-depth - 1][1] == "touched"
+            if inside and part[0] in fields:
+                untyped.setdefault(path[:-depth], {})[part] = i
     for path, parts in untyped.items():
-        names = tuple(name for name in parts if name)
-        positions = tuple(parts[name] for name in ("", *names) if name in parts)
-        ranks = [getattr(flat.leaves[i], "ndim", None) for i in positions]
-        types = {getattr(flat.leaves[i], "dtype", None) for i in positions}
-        if "" in parts and names and types == {np.dtype(np.int32)} and set(ranks[1:]) == {1}:
-            clock, *stamps = (flat.leaves[i] for i in positions)
-            content = TouchState(clock, dict(zip(names, stamps, strict=True)))
-            found.append(Place(path, positions, names, content))
+        names = tuple(part[1] for part in parts if part[0] == "stamps")
+        wanted = (("clock",), *(("stamps", name) for name in names), ("identity",))
+        if not names or parts.keys() != {*wanted}:
+            continue
+        positions = tuple(parts[part] for part in wanted)
+        leaves = [flat.leaves[i] for i in positions]
+        ranks = [getattr(leaf, "ndim", None) for leaf in leaves]
+        types = {getattr(leaf, "dtype", None) for leaf in leaves}
+        if types == {np.dtype(np.int32)} and ranks == [0, *[1] * len(names), 0]:
+            found.append(Place(path, positions, names, of_leaves(leaves, names)))
     return found
+
+
+def of_leaves(leaves: Sequence[Any], names: Iterable[str]) -> TouchState:
+    """A TouchState of its leaves, in the order of ``jax.tree.leaves`` for sorted names."""
+    clock, *stamps, identity = leaves
+    return TouchState(clock, dict(zip(names, stamps, strict=True)), identity)
 
 
 def plain(state: TouchState) -> TouchState:
     """A TouchState without the nnx Variables that may wrap its leaves."""
-    clock, *stamps = jax.tree.leaves(state)
-    return TouchState(clock, dict(zip(sorted(state.stamps), stamps, strict=True)))
+    return of_leaves(jax.tree.leaves(state), sorted(state.stamps))
 
 
 def combine(states: Iterable[TouchState]) -> TouchState | None:
@@ -305,16 +396,16 @@ def combine(states: Iterable[TouchState]) -> TouchState | None:
         for name, array in other.stamps.items():
             if name in stamps and stamps[name] is not array:
                 raise TrackingError(
-                    f"find: two TouchStates hold different stamps of table {name!r}; "
-                    "pass the one that counts as save(touched=...)"
+                    f"find: two TouchStates hold different stamps of table {name!r}; look at each "
+                    "by itself, as a save does"
                 )
             stamps[name] = array
         if other.clock is not first.clock and not _same_clock(first.clock, other.clock):
             raise TrackingError(
                 f"find: two TouchStates disagree, with clocks {first.clock} and {other.clock}; "
-                "pass the one that counts as save(touched=...)"
+                "look at each by itself, as a save does"
             )
-    return TouchState(first.clock, stamps)
+    return TouchState(first.clock, stamps, first.identity)
 
 
 def _same_clock(one: Any, other: Any) -> bool:
@@ -410,10 +501,10 @@ def _like(mask: jax.Array, other: jax.Array) -> jax.Array:
     return jax.sharding.reshard(mask, wanted)
 
 
-def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: Any) -> jax.Array:
+def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: Any, mask: Any) -> jax.Array:
     rows = stamps.shape[0]
     if not isinstance(ids, jax.Array):
-        # 64-bit ids of the host: jnp.asarray would cut them to 32 bits, and so wrap them.
+        # 64-bit ids of the host: jnp.asarray would cut them to 32 bits, and so name other rows.
         ids = np.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         if ids.size:
@@ -421,30 +512,65 @@ def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: Any) -> jax.Arra
                 f"mark: ids of table {name!r} have dtype {ids.dtype}, not an integer"
             )
         ids = ids.astype(np.int32)
-    xp = np if isinstance(ids, np.ndarray) else jnp
-    # The bounds are tested in the ids' own type: a cast first would wrap uint32 and int64 ids.
-    valid = ids >= 0
-    if jnp.iinfo(ids.dtype).max >= rows:
-        valid &= ids < xp.asarray(rows, ids.dtype)
-    target = xp.where(valid, ids.astype(np.int32), np.int32(-1))
-    return stamps.at[jnp.asarray(target)].set(
-        clock,
-        mode="drop",
-        wrap_negative_indices=False,
-        out_sharding=jax.typeof(stamps).sharding,
-    )
+    if not rows or not ids.size:
+        return stamps
+    held = ids.astype(jax.dtypes.canonicalize_dtype(ids.dtype))
+    # An update that is given 64-bit ids of the host cuts them to 32 bits.
+    cut = held is not ids and isinstance(ids, np.ndarray) and bool((held != ids).any())
+    for given in (ids, held) if cut else (ids,):
+        for targets in _movable(given, rows, mask):
+            if targets.size:
+                stamps = stamps.at[jnp.asarray(targets)].set(
+                    clock,
+                    mode="drop",
+                    wrap_negative_indices=False,
+                    out_sharding=jax.typeof(stamps).sharding,
+                )
+    return stamps
 
 
-def _zeros(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, *, traced: bool
+def _movable(ids: Any, rows: int, mask: Any) -> tuple[Any, Any]:
+    """The rows that an update with these ids could move, int32; ``rows`` where there is none.
+
+    Args:
+      ids: of any shape and integer dtype, numpy or jax.
+      rows: how many there are, at least 1.
+      mask: False where an id names nothing; None for none such.
+
+    Returns:
+      Each id modulo ``rows``, in the shape of ``ids``; and (2,): the first row where an id is below
+      zero, the last where one is beyond the end; (0,) where it is known that none is.
+    """
+    # In the ids' own type, or a wider one: a cast first would wrap uint32 and int64 ids.
+    if jnp.iinfo(ids.dtype).bits < 32:
+        ids = ids.astype(np.int32)
+    count = np.asarray(rows, ids.dtype)
+    below, beyond = ids < 0, ids >= count
+    named = (ids % count).astype(np.int32)
+    xp = np
+    if isinstance(ids, jax.Array) or isinstance(mask, jax.Array):
+        xp = jnp
+    if mask is not None:
+        mask = xp.asarray(mask, bool)
+        below, beyond = below & mask, beyond & mask
+        named = xp.where(mask, named, np.int32(rows))
+    if xp is np and not (below.any() or beyond.any()):
+        return named, np.empty(0, np.int32)
+    first = xp.where(below.any(), np.int32(0), np.int32(rows))
+    last = xp.where(beyond.any(), np.int32(rows - 1), np.int32(rows))
+    return named, xp.stack([first, last])
+
+
+def _filled(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, value: int, *, traced: bool
 ) -> jax.Array:
-    """int32 zeros; outside jit nothing is compiled (40 ms for each shape of a new process)."""
+    """An int32 array; outside jit nothing is compiled (40 ms for each shape of a new process)."""
     if traced:
-        return jnp.zeros(shape, jnp.int32, device=sharding)
+        return jnp.full(shape, value, jnp.int32, device=sharding)
     if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(np.zeros(shape, np.int32), sharding)
+        return jax.device_put(np.full(shape, value, np.int32), sharding)
     # Of an array of several processes each makes its own shards only.
-    shard = np.zeros(sharding.shard_shape(shape), np.int32)
+    shard = np.full(sharding.shard_shape(shape), value, np.int32)
     return jax.make_array_from_callback(shape, sharding, lambda index: shard, dtype=np.int32)
 
 

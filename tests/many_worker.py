@@ -613,7 +613,7 @@ def _marked(marks: touched.TouchState, ids: dict[str, np.ndarray]) -> touched.To
             return new
 
         stamps[f"tables/{name}"] = jax.make_array_from_callback(old.shape, old.sharding, stamp)
-    return touched.TouchState(jax.numpy.int32(clock), stamps)
+    return marks._replace(clock=jax.numpy.int32(clock), stamps=stamps)
 
 
 def _place(given: dict[str, Any]) -> Place:

@@ -57,7 +57,7 @@ def train(config: dict[str, Any]) -> None:
     shardings: Any = {
         "tables": {"words": split},
         "bias": whole,
-        "touched": deltackpt.TouchState(clock=whole, stamps={"words": split}),
+        "touched": deltackpt.TouchState(clock=whole, stamps={"words": split}, identity=whole),
     }
 
     def step_of(state: dict[str, Any], step: Any, ids: Any) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def forget() -> None:
     """Plans are kept by sharding; jobs of different tests deal out the devices differently."""
     ownership._grid.cache_clear()
     ownership._owned.cache_clear()
+    ownership._shared_rows.cache_clear()
 
 
 class Job:
@@ -167,7 +168,7 @@ class Run:
             changed = np.array(stamps[name])
             changed[rows] = int(clock)
             stamps[name] = jax.device_put(changed, stamps[name].sharding)
-        self.touched = deltackpt.TouchState(clock, stamps)
+        self.touched = self.touched._replace(clock=clock, stamps=stamps)
 
     def save(self, step: int, state: dict, *, secs: float = 30.0, **changes) -> list:
         """Reports or errors by process; committed where there are only reports."""
@@ -322,6 +323,51 @@ def test_a_disagreement_is_found_at_the_commit_by_every_process(tmp_path, what):
         [*reports] = run.save(2, state)
         assert {report.intent.parent.step_dir for report in reports} == {"0"}
     assert_restores(tmp_path, 2, Job(2), REPLICATED, state)
+
+
+@pytest.mark.parametrize("what", ["stamps", "rows changed"])
+def test_replicas_that_were_told_of_different_rows_commit_nothing_wrong(tmp_path, what):
+    """Each would write its half of the rows by its own marks."""
+    job = Job(4)
+    with job.running():
+        run = Run(job, REPLICATED, tmp_path)
+        assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
+        state, ids = trained(initial(), 1)
+        before = run.touched
+        run.mark(ids)
+
+        def change(index: int, embeddings: Embeddings) -> Embeddings:
+            # Process 2 was told of no row, or its clock moved and its marks were lost.
+            if index != 2:
+                return embeddings
+            other = before if what == "stamps" else before._replace(clock=run.touched.clock)
+            return dataclasses.replace(embeddings, touched=other)
+
+        found = run.save(1, state, change=change)
+        assert all(isinstance(error, (TrackingError, PeerFailed)) for error in found), found
+        assert any("tables/" in str(error) for error in found), found
+        assert all(error.leaves_doubt for error in found)
+        assert not (tmp_path / "1").exists()
+        for own in run.lineages:
+            own.distrust("the marks of the processes differ")
+        [*reports] = run.save(2, state)
+        assert {report.intent.kind for report in reports} == {"base"}
+    assert_restores(tmp_path, 2, Job(2), SHARDED, state)
+
+
+def test_processes_prove_a_sample_and_all_learn_of_what_one_finds(tmp_path):
+    job = Job(4)
+    with job.running():
+        run = Run(job, SHARDED, tmp_path)
+        assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
+        state = initial()
+        state["tables"]["c"][-1] += 1.0  # Nobody marks it.
+        run.mark({"tables/b": np.arange(1)})
+        found = run.save(1, state)
+        assert all(isinstance(error, (TrackingError, PeerFailed)) for error in found), found
+        assert any("table tables/c: rows 399" in str(error) for error in found), found
+        assert all(error.leaves_doubt for error in found)
+        assert not (tmp_path / "1").exists()
 
 
 def test_a_missing_process_is_named_by_every_other(tmp_path):

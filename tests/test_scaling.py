@@ -38,7 +38,9 @@ def sharded(count: int, ids: np.ndarray) -> tuple[dict, deltackpt.TouchState]:
     stamps = np.zeros(ROWS, np.int32)
     stamps[ids] = 1
     touched = deltackpt.TouchState(
-        np.int32(1), {f"tables/{name}": jax.device_put(stamps, by_rows) for name in names}
+        np.int32(1),
+        {f"tables/{name}": jax.device_put(stamps, by_rows) for name in names},
+        np.int32(7),
     )
     return jax.device_put(state, by_rows), touched
 
@@ -55,7 +57,7 @@ def save(root: Path, processes: int, count: int) -> None:
         lineages = [lineage.Lineage(run="00" * 16) for _ in range(processes)]
         for step, ids in ((0, np.arange(0)), (1, np.arange(0, ROWS, 2))):
             state, touched = sharded(count, ids)
-            clock = deltackpt.TouchState(np.int32(step), touched.stamps)
+            clock = touched._replace(clock=np.int32(step))
             split = tables.split(state, TABLES)
             item = root / f"{step}.orbax-checkpoint-tmp" / "embeddings"
             item.mkdir(parents=True)

@@ -123,7 +123,7 @@ def state_shardings(placement: Placement) -> TrainState:
         dense=whole,
         opt_state=whole,
         step=whole,
-        touched=deltackpt.TouchState(clock=whole, stamps=split),
+        touched=deltackpt.TouchState(clock=whole, stamps=split, identity=whole),
     )
 
 

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the API accepts of tracking, it restores right: another TouchState, an older one, two, none.
+
+Each test trains a state whose rows all differ, in a way that a clock alone does not tell from an
+ordinary run, and compares what is restored bit for bit with what was given to ``save()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import optax
+import pytest
+
+import deltackpt
+from deltackpt import proof, touched
+from deltackpt.errors import OptionError, TrackingError
+from deltackpt.staging import Staging
+from deltackpt.tables import split
+
+SELECT = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
+
+
+def opened(root, **options: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": SELECT},
+        options=deltackpt.ManagerOptions(durability="process", **options),
+    )
+
+
+def assert_restores(root, states: dict[int, Any], tables: Any = SELECT) -> None:
+    options = deltackpt.ManagerOptions(read_only=True)
+    with deltackpt.CheckpointManager(
+        root, handlers={"embeddings": tables}, options=options
+    ) as reader:
+        for step, state in states.items():
+            model.assert_same(untracked(reader.restore(step, state).state), untracked(state))
+
+
+def untracked(state: Any) -> Any:
+    """A state without its TouchStates, which are never saved."""
+    return jax.tree.map(
+        lambda node: None if touched.is_touch_state(node) else node,
+        state,
+        is_leaf=touched.is_touch_state,
+    )
+
+
+def trained(state, rows, seeds):
+    for seed in seeds:
+        state, rows = model.train(state, rows, seed)
+    return state, rows
+
+
+@contextlib.contextmanager
+def told(text: str):
+    with pytest.warns(UserWarning, match=f"(?s)is saved as a base.*{text}"):
+        yield
+
+
+# --- 1: a TouchState that is not the one the parent saw ---------------------------------------
+
+
+@pytest.mark.parametrize("policy", [deltackpt.Consecutive(), deltackpt.OneShot()])
+def test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes(tmp_path, policy):
+    start = model.initial()
+    with opened(tmp_path, policy=policy) as manager:
+        state, rows = trained(start, model.new_touched(start), range(1, 4))
+        manager.save(0, state, touched=rows)
+        kept = trained(state, rows, range(4, 6))
+        state, rows = trained(*kept, range(6, 9))
+        assert manager.save(10, state, touched=rows).kind == "delta"
+        # NaN: back to what is in memory, and on with other data, past the clock of step 10.
+        state, rows = trained(*kept, range(20, 30))
+        if isinstance(policy, deltackpt.OneShot):
+            # All since the base is in the delta, and the base was not taken back.
+            assert manager.save(20, state, touched=rows).kind == "delta"
+        else:
+            with told("table tables/"):
+                saved = manager.save(20, state, touched=rows)
+            assert saved.kind == "base" and "not as the parent has them" in saved.reason
+        after = trained(state, rows, [31])
+        assert manager.save(30, after[0], touched=after[1]).kind == "delta"
+        manager.wait()
+    assert_restores(tmp_path, {20: state, 30: after[0]})
+
+
+def test_a_step_restored_only_to_be_looked_at_rolls_nothing_back(tmp_path):
+    start = model.initial()
+    states = {}
+    with opened(tmp_path) as manager:
+        state, rows = trained(start, model.new_touched(start), [1])
+        manager.save(0, state, touched=rows)
+        states[0] = state
+    with opened(tmp_path) as manager:
+        found = manager.restore_latest(start)
+        state, rows = trained(found.state, found.touched, [2, 3])
+        manager.save(20, state, touched=rows)
+        states[20] = state
+        state, rows = trained(state, rows, [4])
+        looked = manager.restore(0, start)
+        model.assert_same(looked.state, states[0])
+        saved = manager.save(30, state, touched=rows)
+        states[30] = state
+        manager.wait()
+        assert saved.kind == "delta"
+        assert manager.all_steps() == [0, 20, 30]
+        assert manager.restore(30, start).chain == (0, 20, 30)
+        assert not (tmp_path / "rolled-back").exists()
+    assert_restores(tmp_path, states)
+
+
+def test_what_was_rolled_back_is_no_parent_for_what_is_still_in_memory(tmp_path):
+    start = model.initial()
+    states = {}
+    with opened(tmp_path) as manager:
+        state, rows = trained(start, model.new_touched(start), [1])
+        states[0] = state
+        manager.save(0, state, touched=rows)
+        kept = state, rows = trained(state, rows, [2, 3])
+        manager.save(20, state, touched=rows)
+        found = manager.restore(0, start)
+        state, rows = trained(found.state, found.touched, [4])
+        with pytest.warns(UserWarning, match="moved"):
+            manager.save(10, state, touched=rows)
+        states[10] = state
+        state, rows = trained(*kept, [5, 6, 7])
+        saved = manager.save(30, state, touched=rows)
+        states[30] = state
+        manager.wait()
+        assert saved.kind == "base" and "is gone" in saved.reason
+        assert manager.all_steps() == [0, 10, 30]
+    assert_restores(tmp_path, states)
+
+
+@pytest.mark.parametrize("made", ["init", "jitted init", "eval_shape", "fresh"])
+def test_a_touch_state_made_anew_in_mid_run_is_no_delta(tmp_path, made):
+    start = model.initial()
+    tables = {f"tables/{name}": leaf for name, leaf in start["tables"].items()}
+    jitted = jax.jit(touched.init)
+    new = {
+        "init": lambda: touched.init(tables),
+        "jitted init": lambda: jitted(tables),
+        "eval_shape": lambda: jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(touched.init, tables)
+        ),
+        "fresh": lambda: touched.fresh(touched.init(tables)),
+    }[made]
+    with opened(tmp_path) as manager:
+        state, rows = trained(start, new(), range(1, 4))
+        manager.save(0, state, touched=rows)
+        state, rows = trained(state, rows, range(4, 6))
+        assert manager.save(10, state, touched=rows).kind == "delta"
+        # The next epoch: rows before the clock has passed that of step 10 would be lost.
+        state, rows = trained(state, new(), range(6, 16))
+        if made == "init":
+            saved = manager.save(20, state, touched=rows)
+            assert "made anew" in saved.reason
+        else:
+            with told("table tables/"):
+                saved = manager.save(20, state, touched=rows)
+        assert saved.kind == "base"
+        after = trained(state, rows, [16])
+        assert manager.save(30, after[0], touched=after[1]).kind == "delta"
+        manager.wait()
+    assert_restores(tmp_path, {20: state, 30: after[0]})
+
+
+def test_a_touch_state_of_before_a_restore_does_not_go_with_the_restored_state(tmp_path):
+    start = model.initial()
+    with opened(tmp_path) as manager:
+        state, rows = trained(start, model.new_touched(start), range(1, 4))
+        manager.save(0, state, touched=rows)
+        state, rows = trained(state, rows, range(4, 6))
+        manager.save(10, state, touched=rows)
+        state, rows = trained(state, rows, range(6, 8))
+        found = manager.restore(0, start)
+        # The state goes back, its TouchState does not.
+        state, rows = trained(found.state, rows, range(8, 10))
+        with told("table tables/"):
+            manager.save(20, state, touched=rows)
+        manager.wait()
+    assert_restores(tmp_path, {20: state})
+
+
+def test_the_state_in_memory_does_not_go_with_the_touch_state_of_a_restore(tmp_path):
+    start = model.initial()
+    with opened(tmp_path) as manager:
+        state, rows = trained(start, model.new_touched(start), range(1, 4))
+        manager.save(0, state, touched=rows)
+        state, rows = trained(state, rows, range(4, 6))
+        found = manager.restore(0, start)
+        state, rows = trained(state, found.touched, [6])
+        with told("table tables/"):
+            manager.save(20, state, touched=rows)
+        manager.wait()
+    assert_restores(tmp_path, {20: state})
+
+
+def test_the_proof_can_be_left_out(tmp_path):
+    start = model.initial()
+    with opened(tmp_path, sampled_proof=False) as manager:
+        manager.save(0, start, touched=model.new_touched(start))
+    assert_restores(tmp_path, {0: start})
+
+
+def test_large_tables_are_sampled_where_rows_were_touched_lately(tmp_path):
+    """Four wrong rows of 300,000: among the rows of the last save, which are looked at first."""
+    state = {"tables": {"t": jnp.arange(300_000 * 2, dtype=jnp.float32).reshape(-1, 2)}}
+    tables = deltackpt.Tables(select="tables/*")
+    rows = touched.init(state["tables"])
+
+    def step(state, rows, ids, value):
+        moved = {"tables": {"t": state["tables"]["t"].at[ids].add(value)}}
+        return moved, touched.mark(rows, {"t": ids})
+
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        manager.save(0, state, touched=rows)
+        kept = step(state, rows, jnp.arange(100), 0.5)
+        state, rows = step(*kept, jnp.arange(200_000, 200_004), 0.5)
+        assert manager.save(1, state, touched=rows).kind == "delta"
+        state, rows = step(*kept, jnp.arange(5), 0.5)
+        state, rows = step(state, rows, jnp.arange(5), 0.5)
+        with told(r"table tables/t: rows 200000, 200001, 200002, 200003\n"):
+            assert manager.save(2, state, touched=rows).kind == "base"
+        manager.wait()
+    assert_restores(tmp_path, {2: state}, tables)
+
+
+def test_a_proof_looks_at_a_bounded_number_of_rows_tables_and_bytes():
+    widths = {f"t{i:03d}": 8 for i in range(100)} | {"wide": 100_000}
+    state = {"tables": {name: jnp.zeros((500, width)) for name, width in widths.items()}}
+    parts = split(state, deltackpt.Tables(select="tables/*"))
+    witness = proof.of_restored(parts, touched.init(state["tables"]), Staging(1 << 20))
+    assert {type(sample) for sample in witness.values()} == {proof.Sample}
+    sampled = [len(sample.rows) for sample in witness.values()]
+    assert 16 <= sum(sampled) <= proof.ROWS
+    nbytes = sum(bits.nbytes for sample in witness.values() for bits in sample.bits.values())
+    assert nbytes <= 64 * 400_000
+
+
+# --- 2: a TouchState in the state, and one given ----------------------------------------------
+
+
+def two_tables():
+    params = {
+        "a": jnp.arange(400.0).reshape(200, 2),
+        "b": jnp.arange(300.0).reshape(150, 2),
+    }
+    optimizer = touched.track(optax.sgd(0.5), "a")
+    return params, optimizer, {"params": params, "opt_state": optimizer.init(params)}
+
+
+def sgd(state, optimizer, ids, skip=()):
+    params = state["params"]
+    grads = {name: jnp.zeros_like(leaf) for name, leaf in params.items()}
+    for name, rows in ids.items():
+        grads[name] = grads[name].at[jnp.asarray(rows)].set(1.0)
+    updates, opt_state = optimizer.update(grads, state["opt_state"], params)
+    return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
+
+
+def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_says_so(tmp_path):
+    params, optimizer, state = two_tables()
+    tables = deltackpt.Tables(select="params/*")
+    given = touched.init(params)
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        manager.save(0, state, touched=given)
+        for step in range(1, 6):
+            # `track` sees "a"; "b" and an edit by hand of "a" are marked.
+            state = sgd(state, optimizer, {"a": [step], "b": [step]})
+            state["params"]["a"] = state["params"]["a"].at[100 + step].add(7.0)
+            given = touched.mark(given, {"a": np.array([100 + step]), "b": np.array([step])})
+            if step % 2:  # The two clocks go apart.
+                given = touched.mark(given, {"b": np.array([step])})
+            assert manager.save(step, state, touched=given).kind == "delta"
+            manager.wait()
+            assert_restores(tmp_path, {step: state}, tables)
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        found = manager.restore_latest(state)
+        state, given = found.state, found.touched
+        assert set(given.stamps) == {"a", "params/b"}  # As a restore gives it, it can be saved.
+        given = touched.mark(given, {"b": np.array([7])})
+        state["params"]["b"] = state["params"]["b"].at[7].add(7.0)
+        assert manager.save(6, state, touched=given).kind == "delta"
+        manager.wait()
+    assert_restores(tmp_path, {6: state}, tables)
+
+
+def test_a_touch_state_that_is_given_no_more_makes_the_save_a_base(tmp_path):
+    params, optimizer, state = two_tables()
+    tables = deltackpt.Tables(select="params/a")
+    given = touched.init({"a": params["a"]})
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        manager.save(0, state, touched=given)
+        state = sgd(state, optimizer, {"a": [1]})
+        state["params"]["a"] = state["params"]["a"].at[100].add(7.0)
+        saved = manager.save(1, state)
+        assert saved.kind == "base" and "is there no more" in saved.reason
+        manager.wait()
+    assert_restores(tmp_path, {1: state}, tables)
+
+
+# --- 4: accumulators ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path, restart):
+    """MultiSteps moves and resets, at a window's end, rows that were marked before the save."""
+    rows, optimizer = 4000, optax.MultiSteps(optax.adagrad(0.5), 4)
+    rng = np.random.default_rng(0)
+    params = {"emb": jnp.asarray(rng.normal(size=(rows, 2)), jnp.float32)}
+    tables = deltackpt.Tables(select="params/emb")
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    marks = touched.init(params)
+
+    @jax.jit
+    def step(state, marks, ids):
+        grads = {"emb": jnp.zeros((rows, 2)).at[ids].set(1.0)}
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        moved = {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+        }
+        return moved, touched.mark(marks, {"emb": ids})
+
+    kinds = []
+    # Without the proof: the rule alone must do.
+    options = deltackpt.ManagerOptions(sampled_proof=False)
+    with contextlib.ExitStack() as stack:
+        handlers = {"embeddings": tables}
+        manager = stack.enter_context(
+            deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options)
+        )
+        manager.save(0, state, touched=marks)
+        for number in range(1, 20):
+            state, marks = step(state, marks, jnp.asarray(rng.integers(0, rows, 3)))
+            kinds.append(manager.save(number, state, touched=marks).kind)
+            manager.wait()
+            assert_restores(tmp_path, {number: state}, tables)
+            if restart and number == 10:
+                found = manager.restore(number, state)
+                state, marks = found.state, found.touched
+    assert kinds.count("base") == (2 if restart else 0), kinds
+
+
+# --- 5: what is forgotten -----------------------------------------------------------------------
+
+
+def test_a_forgotten_reassignment_is_found_and_told(tmp_path):
+    start = model.initial()
+    with opened(tmp_path) as manager:
+        state, rows = trained(start, model.new_touched(start), range(1, 4))
+        manager.save(0, state, touched=rows)
+        state, _ = trained(state, rows, [4])
+        with told("table tables/"):
+            assert manager.save(1, state, touched=rows).kind == "base"
+        manager.wait()
+    assert_restores(tmp_path, {1: state})
+
+
+def test_a_touch_state_that_stands_still_is_warned_of_once(tmp_path):
+    state = model.initial()
+    with opened(tmp_path) as manager:
+        rows = model.new_touched(state)
+        manager.save(0, state, touched=rows)
+        with pytest.warns(UserWarning, match="step 1: no TouchState has moved"):
+            assert manager.save(1, state, touched=rows).kind == "delta"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert manager.save(2, state, touched=rows).kind == "delta"
+
+
+def test_marks_under_dense_adam_lose_no_row(tmp_path):
+    rows, optimizer = 3000, optax.adam(0.1)
+    params = {"emb": jnp.ones((rows, 2))}
+    tables = deltackpt.Tables(select="params/emb")
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    marks = touched.init(params)
+
+    @jax.jit
+    def step(state, marks, ids):
+        grads = {"emb": jnp.zeros((rows, 2)).at[ids].set(1.0)}
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        moved = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+        return moved, touched.mark(marks, {"emb": ids})
+
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
+        for number in range(5):
+            state, marks = step(state, marks, 20 * number + jnp.arange(20))
+            with told("table params/emb") if number else contextlib.nullcontext():
+                assert manager.save(number, state, touched=marks).kind == "base"
+            manager.wait()
+            assert_restores(tmp_path, {number: state}, tables)
+
+
+# --- 20: deltas of nearly all rows --------------------------------------------------------------
+
+
+def test_a_delta_of_nearly_all_rows_is_taken_as_a_base(tmp_path):
+    start = model.initial()
+    every = {f"tables/{name}": np.arange(rows) for name, rows in model.ROWS.items()}
+    with opened(tmp_path) as manager:
+        rows = model.new_touched(start)
+        manager.save(0, start, touched=rows)
+        saved = manager.save(1, start, touched=touched.mark(rows, every))
+        assert saved.kind == "base" and "would write about" in saved.reason
+        manager.wait()
+    quantized = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec="int4")
+    with deltackpt.CheckpointManager(tmp_path / "4", handlers={"embeddings": quantized}) as manager:
+        manager.save(0, start, touched=rows)
+        assert manager.save(1, start, touched=touched.mark(rows, every)).kind == "delta"
+        manager.wait()
+    assert_restores(tmp_path, {1: start})
+
+
+# --- the full proof -----------------------------------------------------------------------------
+
+
+def test_verify_tracking_proves_every_row_from_call_to_call(tmp_path):
+    start = model.initial()
+    with opened(tmp_path) as manager:
+        rows = model.new_touched(start)
+        assert not manager.verify_tracking(start, touched=rows)
+        state, rows = trained(start, rows, [1, 2])
+        assert manager.verify_tracking(state, touched=rows)
+        manager.save(0, state, touched=rows)
+        state, rows = trained(state, rows, [3])
+        changed = {**state, "tables": {**state["tables"]}}
+        changed["tables"]["users"] = state["tables"]["users"].at[699].add(1.0)
+        marked = np.asarray(rows.stamps["tables/users"])[699] > 2
+        assert not marked
+        with pytest.raises(TrackingError, match="table tables/users: rows 699"):
+            manager.verify_tracking(changed, touched=rows)
+        assert manager.verify_tracking(state, touched=rows)
+        saved = manager.save(1, state, touched=rows)
+        assert saved.kind == "base" and "verify_tracking" in saved.reason
+        assert not manager.verify_tracking(state, touched=model.new_touched(state))
+        with pytest.raises(TrackingError, match="expected a TouchState"):
+            manager.verify_tracking(state)
+    with (
+        opened(tmp_path, tracking="fingerprints") as manager,
+        pytest.raises(OptionError, match="verify_tracking"),
+    ):
+        manager.verify_tracking(state)
