@@ -272,8 +272,8 @@ class CheckpointManager:
             marks = Embeddings(split=split, touched=touched).marks
             try:
                 return self._verifier.verify(split, marks, pipeline.clocks_of(split, marks))
-            except TrackingError as error:
-                self._lineage.distrust(f"verify_tracking found wrong marks: {error}")
+            except TrackingError:
+                self._lineage.distrust("verify_tracking found rows that are not marked")
                 raise
 
     def reached_preemption(self, step: int) -> bool:
@@ -662,7 +662,7 @@ class CheckpointManager:
             failure = _Failure(flight.step, cause if isinstance(cause, Exception) else error)
             self._give_up(flight.pending)
             if isinstance(failure.cause, DeltackptError) and failure.cause.leaves_doubt:
-                self._lineage.distrust(f"the save of step {flight.step} failed: {failure.cause}")
+                self._lineage.distrust(f"the touched rows of step {flight.step} were wrong")
             self._reset_orbax()
         self._in_flight = None
         if failure is None:

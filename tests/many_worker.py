@@ -363,8 +363,14 @@ class Worker:
         self._state = self._place.placed(self._model.at(step))
         self._marks = self._fresh()
 
-    def train(self, to: int) -> None:
-        """Steps up to ``to``; where a table grows the marks begin anew."""
+    def train(self, to: int, forget: list[int] | None = None) -> None:
+        """Steps up to ``to``; where a table grows the marks begin anew.
+
+        Args:
+          to: the step.
+          forget: processes that forget to keep the marks of these steps.
+        """
+        kept = self._marks
         while self._step < to:
             before = self._model.rows_at(self._step)
             self._step += 1
@@ -373,6 +379,18 @@ class Worker:
                 self._marks = self._fresh()
             self._marks = _marked(self._marks, self._model.changed(self._step))
         self._state = self._place.placed(self._model.at(self._step))
+        if jax.process_index() in (forget or ()):
+            self._marks = kept
+
+    def renew(self) -> None:
+        """Makes the marks anew in mid-run."""
+        self._marks = self._fresh()
+
+    def look(self, step: int) -> dict[str, Any]:
+        """Restores a step, and goes on with the state in memory."""
+        template = self._place.template(self._model.at(step))
+        found = self._manager.restore(step, template)
+        return {"wrong": difference(found.state, self._model.at(step))}
 
     def _given(self) -> touched.TouchState | None:
         return self._marks if self._manager.options.tracking == "marks" else None
