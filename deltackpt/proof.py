@@ -261,10 +261,9 @@ def _sampled(
     else:
         within = _few(plan)
         if touched is not None:
-            parts = [touched[blocks.row_slice(touched, *span)] for span in within]
-            touched = _some(np.concatenate(parts), most // 2)
+            touched = _some([touched[blocks.row_slice(touched, *s)] for s in within], most // 2)
         if kept is not None and len(kept.rows) > most // 4:
-            kept = kept.chosen(_some(np.arange(len(kept.rows)), most // 4))
+            kept = kept.chosen(_some([np.arange(len(kept.rows))], most // 4))
         rows = _random(within, most // 4)
         if touched is not None:
             rows = _distinct(np.concatenate([rows, touched]))
@@ -297,22 +296,28 @@ def _few(plan: _Plan) -> list[Span]:
     return [(shard.start, shard.stop) for shard in shards]
 
 
-def _some(values: np.ndarray, most: int) -> np.ndarray:
-    """At most so many of some values, in order; drawn with replacement, which looks at few."""
-    if len(values) <= most:
-        return values
-    return values[_distinct(_rng.integers(len(values), size=most))]
+def _some(parts: Sequence[np.ndarray], most: int) -> np.ndarray:
+    """At most so many of the values of some arrays, in order; looks at no others."""
+    lengths = [len(part) for part in parts]
+    if sum(lengths) <= most:
+        return np.concatenate(parts)
+    drawn = _distinct(_rng.integers(sum(lengths), size=most))
+    starts = np.cumsum([0, *lengths])
+    return np.concatenate(
+        [
+            part[drawn[blocks.row_slice(drawn, start, start + len(part))] - start]
+            for part, start in zip(parts, starts.tolist())
+        ]
+    )
 
 
 def _random(spans: Sequence[Span], count: int) -> np.ndarray:
-    """Rows drawn from some spans."""
-    rows = blocks.rows_of(spans)
-    drawn = _distinct(_rng.integers(len(rows), size=count))
-    starts = np.array([start for start, _ in blocks.spans_of(rows)])
-    lengths = np.array([stop - start for start, stop in blocks.spans_of(rows)])
-    ends = np.cumsum(lengths)
+    """Rows drawn from some spans, ascending."""
+    starts = np.array([start for start, _ in spans])
+    ends = np.cumsum([stop - start for start, stop in spans])
+    drawn = _distinct(_rng.integers(ends[-1], size=count))
     number = np.searchsorted(ends, drawn, "right")
-    return starts[number] + drawn - (ends - lengths)[number]
+    return drawn - np.concatenate([[0], ends])[number] + starts[number]
 
 
 def _distinct(values: np.ndarray) -> np.ndarray:
