@@ -41,7 +41,7 @@ from deltackpt.errors import (
 from deltackpt.fingerprint import RowTracker
 from deltackpt.handlers import commit, dense, retention, v0, waiting
 from deltackpt.handlers.items import sorted_handlers
-from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs
+from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs, remove_by
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Clocks, Lineage, Reading, new_run
 from deltackpt.manifest import SaveId
@@ -633,8 +633,7 @@ class CheckpointManager:
             moved = self._root.roll_back(self._restored, self._lineage.run)
         self._newest, self._restored = self._restored, None
         if moved or self._peers.count > 1:
-            # Steps of the same number may be removed again, into a trash of their own. Only
-            # process 0 knows whether any were moved.
+            # Orbax forgets what was moved. Only process 0 knows whether anything was.
             self._restart_orbax()
 
     def _busy(self) -> bool:
@@ -934,7 +933,7 @@ class CheckpointManager:
     def _new_orbax(self) -> ocp.CheckpointManager:
         options = self.options
         inner = retention.as_policy(options.retention)
-        return ocp.CheckpointManager(
+        manager = ocp.CheckpointManager(
             self._root.path,
             item_handlers={
                 self._item: v0.DeltaHandler(),
@@ -952,7 +951,6 @@ class CheckpointManager:
                     self._root.compacted,
                     deletes=self._peers.index == 0,
                 ),
-                todelete_subdir=None if options.read_only else self._root.new_trash(),
                 temporary_path_class=commit.temporary_path_class(
                     fsync=self._fsync,
                     item=self._item,
@@ -978,6 +976,8 @@ class CheckpointManager:
                 ),
             ),
         )
+        remove_by(manager, self._root.remove_steps)
+        return manager
 
     @property
     def _active_processes(self) -> set[int] | None:

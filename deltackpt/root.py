@@ -31,7 +31,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltackpt import chain, layout, manifest, stored
@@ -310,6 +310,29 @@ class Root:
         self.empty_trash()
         for emptied in self.path.glob(f"{layout.TRASH}/*"):
             files.remove_tree(emptied)
+
+    def remove_steps(self, steps: Collection[int]) -> None:
+        """Removes committed steps by renaming them, newest first; what is lost to others stays.
+
+        At every moment what is listed is closed under parents: a cut leaves only what restores.
+
+        Args:
+          steps: such that no step that stays needs one of them.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        if self._lease is None or not steps:
+            return
+        trash = self.path / self.new_trash()
+        with files.typed_errors(trash, "make a directory"):
+            trash.mkdir(parents=True)
+        with contextlib.suppress(FencedError):  # The next commit says so.
+            for step in sorted(steps, reverse=True):
+                # A trainer that has lost the directory must not remove its successor's steps.
+                self.check_lease()
+                if self.step_dir(step).is_dir():
+                    files.rename(self.step_dir(step), trash / str(step), fsync=False)
 
     def new_trash(self) -> str:
         """A fresh place below the root, by its relative name, to rename removed steps into."""

@@ -7,11 +7,13 @@
   plain executor future would race its creation.
 - ``barrier_secs``: how long Orbax's barriers on the training thread last, a constant of its module.
 - ``step_metadata``: name and bytes of the step's metadata, to complete it before the commit.
+- ``remove_by``: Orbax removes steps oldest first, and has no option for another order.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import orbax.checkpoint as ocp
 from orbax.checkpoint._src.futures.future import CommitFutureAwaitingContractedSignals
 from orbax.checkpoint._src.handlers.async_checkpoint_handler import AsyncCheckpointHandler
 from orbax.checkpoint._src.metadata.checkpoint import step_metadata_file_path
@@ -29,6 +31,7 @@ __all__ = [
     "AtomicRenameTemporaryPath",
     "CommitFutureAwaitingContractedSignals",
     "barrier_secs",
+    "remove_by",
     "step_metadata_file_path",
 ]
 
@@ -46,3 +49,29 @@ def barrier_secs(secs: float) -> Iterator[None]:
         yield
     finally:
         multihost._DEFAULT_BARRIER_TIMEOUT = kept
+
+
+def remove_by(manager: ocp.CheckpointManager, remove: Callable[[Sequence[int]], None]) -> None:
+    """Has a manager's retention remove steps by another function, called after each commit.
+
+    Orbax's own removes the oldest first: cut half-way, it leaves deltas whose parents are gone.
+
+    Args:
+      manager: of Orbax, just made.
+      remove: called in Orbax's background thread with all steps that go.
+    """
+    # What Orbax's ``create_checkpoint_deleter`` made, which has nothing to close without a thread.
+    manager._checkpoint_deleter = _Remover(remove)
+
+
+class _Remover:
+    """Orbax's ``CheckpointDeleter``, a protocol that it does not export."""
+
+    def __init__(self, remove: Callable[[Sequence[int]], None]):
+        self.delete_steps = remove
+
+    def delete(self, step: int) -> None:
+        self.delete_steps([step])
+
+    def close(self) -> None:
+        """Nothing is open."""

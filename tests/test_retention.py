@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention that is cut: whatever moment it ends at, what stays restores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import model
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt import layout, reader, stored
+from deltackpt.root import Root
+
+HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+#: What changes names, or removes them.
+_CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+_watchers: list[Callable[[str, tuple[object, ...]], None]] = []
+
+
+def _hook(event: str, args: tuple[object, ...]) -> None:
+    for watcher in tuple(_watchers) if event in _CHANGES else ():
+        watcher(event, args)
+
+
+sys.addaudithook(_hook)  # For the life of the process: it cannot be removed.
+
+
+@contextlib.contextmanager
+def watching(watcher: Callable[[str, tuple[object, ...]], None]) -> Iterator[None]:
+    """Calls it before each change of a name."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def options(**more) -> deltackpt.ManagerOptions:
+    return deltackpt.ManagerOptions(
+        retention=1, policy=deltackpt.Consecutive(max_chain=3), durability="process", **more
+    )
+
+
+def users(state: dict) -> bytes:
+    return np.asarray(state["tables"]["users"]).tobytes()
+
+
+def check_listed_steps_restore(root: Path, expected: dict[int, bytes]) -> list[int]:
+    """Every step that is listed restores what was saved."""
+    steps = sorted(Root.open(root, read_only=True).steps())
+    for step in steps:
+        found = reader.restore_tables(stored.read_chain(root / str(step)))
+        assert np.asarray(found.fields["tables/users"]["values"]).tobytes() == expected[step], step
+    return steps
+
+
+def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    expected: dict[int, bytes] = {}
+    listed: list[list[int]] = []
+    problems: list[BaseException] = []
+
+    def check(event: str, args: tuple[object, ...]) -> None:
+        # A kill just before this call would leave what stands now.
+        if any(str(tmp_path / layout.TRASH) in str(arg) for arg in args):
+            try:
+                listed.append(check_listed_steps_restore(tmp_path, expected))
+            except BaseException as error:
+                problems.append(error)
+
+    with contextlib.ExitStack() as stack:
+        manager = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options())
+        for step in range(6):
+            if step:
+                state, touched = model.train(state, touched, step)
+            if step == 5:
+                stack.enter_context(watching(check))
+            expected[step] = users(state)
+            manager.save(step, state, touched=touched)
+            manager.wait()
+        manager.close()
+    assert not problems, problems[0]
+    # Base 0 and its deltas went one by one, while step 5 and its base stayed.
+    assert [0, 1, 2, 3, 4, 5] in listed and [0, 1, 4, 5] in listed and [4, 5] in listed
+    assert sorted(Root.open(tmp_path, read_only=True).steps()) == [4, 5]
+
+
+_KILLED = """
+import os, signal, sys
+import test_retention as own, model, deltackpt
+root, at = sys.argv[1], int(sys.argv[2])
+moved = 0
+def kill(event, args):
+    global moved
+    if event == "os.rename" and "/deleted/" in str(args[1]):
+        moved += 1
+        if moved == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+own._watchers.append(kill)
+state = model.initial()
+touched = model.new_touched(state)
+manager = deltackpt.CheckpointManager(root, handlers=own.HANDLERS, options=own.options())
+for step in range(6):
+    if step:
+        state, touched = model.train(state, touched, step)
+    manager.save(step, state, touched=touched)
+    manager.wait()
+"""
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(at)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    state = model.initial()
+    touched = model.new_touched(state)
+    expected = {0: users(state)}
+    for step in range(1, 6):
+        state, touched = model.train(state, touched, step)
+        expected[step] = users(state)
+    steps = check_listed_steps_restore(tmp_path, expected)
+    assert steps == [*range(5 - at), 4, 5]
+    # The next trainer goes on, and finishes the deletion.
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options()) as manager:
+        result = manager.restore_latest(state)
+        assert result is not None and result.step == 5
+        manager.save(6, result.state, touched=result.touched)
+        manager.wait()
+        assert manager.all_steps() == [4, 5, 6]
+
+
+def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
+    """It was committed, and lost the directory before its retention."""
+    state = model.initial()
+    touched = model.new_touched(state)
+    real, taken = Root.remove_steps, []
+
+    def remove_later(root: Root, steps) -> None:
+        if len(steps) > 1:
+            taken.append(Root.open(tmp_path))
+        real(root, steps)
+
+    with mock.patch.object(Root, "remove_steps", remove_later):
+        older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options())
+        for step in range(6):
+            older.save(step, state, touched=touched)
+            older.wait()
+        older.close()
+    assert taken and sorted(taken[0].steps()) == list(range(6))
+    assert not list((tmp_path / layout.TRASH).glob("*/*"))
