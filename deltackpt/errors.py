@@ -100,7 +100,7 @@ class Disagreement(DeltackptError):
 
 
 class FencedError(DeltackptError):
-    """Another trainer has taken over the directory."""
+    """Another trainer has taken over the directory, or another directory stands in its place."""
 
     code = "fenced"
 

@@ -200,7 +200,7 @@ class StepReader:
         if service != "auto":
             return service, None
         try:
-            return sources.find(self._root.path, self._item), None
+            return sources.find(self._root.given, self._item), None
         except Exception as error:
             return None, _service_error(error)
 

@@ -5,7 +5,11 @@ The lease is a file per epoch, ``lease.<epoch>.msgpack``, whose name is made wit
 two trainers that start at the same moment one gets the epoch and the other the next. The newest
 epoch holds the lease, so a restart after SIGKILL takes over at once and never waits for a dead
 holder; an older holder that still runs is fenced at its next commit. The name is the claim, its
-contents only say who made it: a claim that was cut before they were written still counts.
+contents say who made it: a claim that was cut before they were written still counts.
+
+Epochs alone do not tell directories apart: a backup has the same ones. So a path is resolved once,
+at opening; a holder keeps the directory open, which pins its inode, and before every commit looks
+whether that very directory still stands under its path, and whether the lease in it is its own.
 
 What a root promises of commit, durability and lease:
 
@@ -31,6 +35,7 @@ import threading
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -40,6 +45,7 @@ from deltackpt.errors import (
     Damaged,
     FencedError,
     ForeignDirectory,
+    FormatTooNew,
     InUse,
     OptionError,
     RestoreError,
@@ -85,11 +91,20 @@ class Lease:
 class Root:
     """One checkpoint directory, open for a trainer or read-only."""
 
-    def __init__(self, path: Path, item: str, lease: Lease | None):
-        """Made by ``Root.open``."""
+    def __init__(self, path: Path, item: str, lease: Lease | None, *, given: Path | None = None):
+        """Made by ``Root.open``; ``given`` is the path before links in it were followed."""
         self.path = path
+        self.given = given or path
         self._item = item
         self._lease = lease
+        #: Whether the file of the lease says who holds it.
+        self._signed = False
+        if lease is not None:
+            with files.typed_errors(path, "be opened"):
+                descriptor = os.open(path, os.O_RDONLY)
+            # While it is open, no other directory can have its inode.
+            self._unpin = weakref.finalize(self, os.close, descriptor)
+            self._place = os.fstat(descriptor)
         self._known: dict[str, SaveInfo] = {}
         self._bases: dict[tuple[str, int], SaveInfo] = {}
         #: The training thread asks about saves, and the collector does.
@@ -131,14 +146,15 @@ class Root:
                 f"{scheme[1]!r}, which deltackpt does not commit on; mount it, or save to a local "
                 "directory and copy whole chains"
             )
-        path = Path(directory).absolute()
+        given = Path(directory).absolute()
+        path = Path(os.path.realpath(given))
         if read_only:
             if not path.is_dir():
                 raise StorageError(
                     f"{path}: expected a directory to read, found none; check the path"
                 )
             _refuse_foreign(path)
-            return cls(path, item, None)
+            return cls(path, item, None, given=given)
         if found := sorted(set(str(path)) & _PATTERN):
             raise UnsupportedRoot(
                 f"{path}: expected a path without any of {sorted(_PATTERN)}, found {found}: Orbax "
@@ -147,7 +163,7 @@ class Root:
             )
         _make_durable(path)
         _refuse_foreign(path)
-        root = cls(path, item, _claim_lease(path, after_epoch))
+        root = cls(path, item, _claim_lease(path, after_epoch), given=given)
         # Before the claim is signed: on a full file system the leftovers are what fills it.
         root.remove_leftovers()
         root._sign_lease()
@@ -225,24 +241,52 @@ class Root:
         return None if newest is None else read_lease(self.path / layout.lease_name(newest))
 
     def check_lease(self) -> None:
-        """Checks that no newer trainer has taken the directory; called before every commit.
+        """Checks that the directory is still the one that was opened, and its lease still ours.
+
+        Called before every commit.
 
         Raises:
-          FencedError: one has; it is named.
+          FencedError: a newer trainer holds it, or another directory stands in its place.
+          StorageError: nothing stands there any more, or it cannot be read.
         """
         if self._lease is None:
             return
+        self._check_place(self._lease)
         newest = max(epochs(self.path), default=0)
         if newest == self._lease.epoch:
-            return
-        if newest > self._lease.epoch:
-            found = f"epoch {newest} held by {_holder(self.path, newest)}"
-        else:
-            found = "its file removed, so that another trainer may hold the directory unseen"
-        raise FencedError(
-            f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, taken "
-            f"{_utc(self._lease.since_secs)}), found {found}; stop this trainer, its later steps "
-            "are not committed"
+            if not self._signed:
+                return
+            with contextlib.suppress(Damaged, FormatTooNew):
+                found = read_lease(self.path / layout.lease_name(newest))
+                if found.holder == self._lease.holder:
+                    return
+        raise self._fenced(_holder(self.path, newest, self._lease.epoch))
+
+    def _check_place(self, lease: Lease) -> None:
+        """Checks that the directory that was opened stands where it did."""
+        try:
+            stands = os.path.samestat(os.stat(self.path), self._place)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path}: expected to find the directory where it was opened, found "
+                f"{os.strerror(error.errno or 0)}; it was moved or removed: move it back and save "
+                "again, or stop this trainer and open it where it is now"
+            ) from error
+        if not stands:
+            newest = max(epochs(self.path), default=0)
+            held = _holder(self.path, newest, lease.epoch)
+            raise self._fenced(f"another directory in its place, with {held}")
+        # A link that is gone leads to no other directory: it may be about to be made anew.
+        with contextlib.suppress(OSError):
+            if not os.path.samestat(os.stat(self.given), self._place):
+                raise self._fenced(f"that {self.given}, which led to it, leads elsewhere now")
+
+    def _fenced(self, found: str) -> FencedError:
+        assert self._lease is not None
+        return FencedError(
+            f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, holder "
+            f"{self._lease.holder[:8]}, taken {_utc(self._lease.since_secs)}), found {found}; stop "
+            "this trainer, its later steps are not committed"
         )
 
     def roll_back(self, step: int, run: str) -> list[int]:
@@ -301,7 +345,7 @@ class Root:
             return
         try:
             self.check_lease()
-        except FencedError:
+        except (FencedError, StorageError):
             return
         for name in _listing(self.path):
             if is_leftover(name):
@@ -375,7 +419,9 @@ class Root:
             infos = [info for info in saves if info is not None]
             if len(infos) == len(saves):
                 self._drop_bases(bases, infos, in_flight)
-        self.empty_trash()
+        with contextlib.suppress(FencedError):
+            self.check_lease()
+            self.empty_trash()
 
     def _drop_bases(
         self,
@@ -404,9 +450,12 @@ class Root:
         self._collector.shutdown()
         self._collected.result()
         if self._lease is not None:
-            with contextlib.suppress(FencedError):
-                self.check_lease()
-                self.empty_trash()
+            try:
+                with contextlib.suppress(FencedError):
+                    self.check_lease()
+                    self.empty_trash()
+            finally:
+                self._unpin()
 
     def _sign_lease(self) -> None:
         """Writes who holds the lease into its file; half of it reads as a trainer that starts."""
@@ -418,6 +467,7 @@ class Root:
                 file.write(manifest.to_bytes(self._lease, _MAGIC))
                 file.flush()
                 os.fsync(file.fileno())
+        self._signed = True
 
 
 def _listing(path: Path) -> list[str]:
@@ -563,14 +613,19 @@ def read_lease(path: Path) -> Lease:
     return manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
 
 
-def _holder(path: Path, epoch: int) -> str:
+def _holder(path: Path, newest: int, own: int) -> str:
+    """What stands in the place of the lease of epoch ``own``."""
+    if newest < own:
+        return "its file removed, so that another trainer may hold the directory unseen"
     try:
-        lease = read_lease(path / layout.lease_name(epoch))
+        lease = read_lease(path / layout.lease_name(newest))
     except Damaged:
-        return "a trainer that is starting, or was killed while it did"
+        return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
+    except FormatTooNew:
+        return f"epoch {newest} held by a trainer of a newer deltackpt"
     return (
-        f"process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) since "
-        f"{_utc(lease.since_secs)}"
+        f"epoch {newest} held by process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) "
+        f"since {_utc(lease.since_secs)}"
     )
 
 

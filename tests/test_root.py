@@ -24,6 +24,7 @@ from deltackpt.errors import (
     DeltackptError,
     FencedError,
     ForeignDirectory,
+    FormatTooNew,
     OutOfSpace,
     SaveFailed,
     StorageError,
@@ -154,9 +155,10 @@ def test_only_canonical_step_names_are_steps(tmp_path):
 def test_a_vanished_directory_is_a_typed_error(tmp_path):
     opened = Root.open(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    for call in (opened.steps, opened.check_lease):
-        with pytest.raises(StorageError, match="expected to list it"):
-            call()
+    with pytest.raises(StorageError, match="expected to list it"):
+        opened.steps()
+    with pytest.raises(StorageError, match=r"run: expected to find .* moved or removed: move it"):
+        opened.check_lease()
 
 
 # The lease.
@@ -247,6 +249,130 @@ def test_a_removed_lease_fences_its_holder(tmp_path):
     Root.open(tmp_path)
     with pytest.raises(FencedError):
         holder.check_lease()
+
+
+def test_a_switched_root_is_fenced(tmp_path):
+    """Both directories are at epoch 1: who holds them tells them apart."""
+    link = tmp_path / "current"
+    link.symlink_to("one")
+    (tmp_path / "one").mkdir()
+    state = model.initial()
+    touched = model.new_touched(state)
+    with deltackpt.CheckpointManager(tmp_path / "two", handlers=HANDLERS) as other:
+        with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
+            manager.save(1, state, touched=touched)
+            manager.wait()
+            switched = tmp_path / "switched"
+            switched.symlink_to("two")
+            switched.rename(link)
+            with pytest.raises(FencedError, match=r"one: expected.*current.* leads elsewhere now"):
+                manager.save(2, state, touched=touched)
+            assert manager.all_steps() == [1]
+            link.unlink()
+            link.symlink_to("one")
+            manager.save(3, state, touched=touched)
+        assert other.all_steps() == []
+    assert sorted(Root.open(link, read_only=True).steps()) == [1, 3]
+
+
+def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(tmp_path):
+    link = tmp_path / "current"
+    link.symlink_to("one")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    Root.open(tmp_path / "two").close()
+    state = model.initial()
+    touched = model.new_touched(state)
+    with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
+        real = deltackpt.integrity.digest_tree
+
+        def switch(*args, **kwargs):
+            link.unlink()
+            link.symlink_to("two")
+            return real(*args, **kwargs)
+
+        with mock.patch.object(deltackpt.integrity, "digest_tree", switch):
+            manager.save(1, state, touched=touched)
+            with pytest.raises(SaveFailed, match="leads elsewhere now"):
+                manager.wait()
+    for name in ("one", "two"):
+        assert Root.open(tmp_path / name, read_only=True).steps() == []
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_backup_moved_into_place_is_fenced(tmp_path, in_place):
+    """The backup has the same epoch, and another holder."""
+    Root.open(tmp_path / "backup").close()
+    state = model.initial()
+    touched = model.new_touched(state)
+    with deltackpt.CheckpointManager(tmp_path / "run", handlers=HANDLERS) as manager:
+        manager.save(1, state, touched=touched)
+        manager.wait()
+        if in_place:
+            shutil.copytree(tmp_path / "backup", tmp_path / "run", dirs_exist_ok=True)
+        else:
+            (tmp_path / "run").rename(tmp_path / "aside")
+            (tmp_path / "backup").rename(tmp_path / "run")
+        with pytest.raises(FencedError, match="found .*epoch 1 held by process") as caught:
+            manager.save(2, state, touched=touched)
+        assert ("another directory in its place" in str(caught.value)) is not in_place
+    expected = [1] if in_place else []
+    assert Root.open(tmp_path / "run", read_only=True).steps() == expected
+
+
+def test_a_copy_of_a_root_in_its_place_is_fenced_although_it_has_the_same_lease(tmp_path):
+    opened = Root.open(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "copy").rename(tmp_path / "run")
+    with pytest.raises(FencedError, match="another directory in its place"):
+        opened.check_lease()
+    opened.close()
+
+
+def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path):
+    opened = Root.open(tmp_path)
+    Root.open(tmp_path)
+    too_new = FormatTooNew("lease.2.msgpack: of a later version")
+    with (
+        mock.patch.object(root, "read_lease", side_effect=too_new),
+        pytest.raises(FencedError, match="epoch 2 held by a trainer of a newer deltackpt"),
+    ):
+        opened.check_lease()
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, in_flight):
+    state = model.initial()
+    touched = model.new_touched(state)
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    with deltackpt.CheckpointManager(run, handlers=HANDLERS) as manager:
+        manager.save(1, state, touched=touched)
+        manager.wait()
+        state, touched = model.train(state, touched, 1)
+        if in_flight:
+            real = deltackpt.integrity.digest_tree
+
+            def move(*args, **kwargs):
+                if run.exists():
+                    run.rename(moved)
+                return real(*args, **kwargs)
+
+            with mock.patch.object(deltackpt.integrity, "digest_tree", move):
+                manager.save(2, state, touched=touched)
+                with pytest.raises(SaveFailed, match="step 2 failed"):
+                    manager.wait()
+        else:
+            run.rename(moved)
+        with pytest.raises(StorageError, match="run: expected to find the directory where it was"):
+            manager.save(3, state, touched=touched)
+        moved.rename(run)
+        saved = manager.save(4, state, touched=touched)
+        assert saved.kind == "delta"
+        manager.wait()
+        found = manager.restore(4, state)
+        model.assert_same(found.state, state)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
 def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_committed(tmp_path):
