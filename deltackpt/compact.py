@@ -46,7 +46,6 @@ from deltackpt.errors import (
     Damaged,
     OptionError,
     OutOfSpace,
-    StepGone,
     StepNotFound,
 )
 from deltackpt.integrity import Digest, Digests
@@ -282,7 +281,8 @@ def plan(
         if step is None:
             raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
     step_dir = directory / str(step)
-    saves = stored.read_chain(step_dir, item)
+    with stored.standing(step_dir, during="compacted", instead="compact"):
+        saves = stored.read_chain(step_dir, item)
     if len(saves) == 1:
         return None
     groups = saves[-1].layout.groups
@@ -306,7 +306,9 @@ def most_workers(plan: Plan, memory_bytes: int) -> int:
     Raises:
       OptionError: not even one.
     """
-    least = math.ceil((_LEAST_BYTES + _compressed_bytes(_chain(plan))) / _SPENT)
+    with _standing(plan):
+        compressed_bytes = _compressed_bytes(_chain(plan))
+    least = math.ceil((_LEAST_BYTES + compressed_bytes) / _SPENT)
     if memory_bytes < least:
         raise OptionError(
             f"memory_bytes: expected at least {least:,} to fold step {plan.step}, found "
@@ -336,14 +338,16 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
     ready = _ready(plan, number)
     if ready is not None:
         return Folded(bytes_read=0, bytes_written=_written_bytes(plan, ready))
-    saves = _chain(plan)
+    with _standing(plan):
+        saves = _chain(plan)
     attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
     try:
         with files.typed_errors(attempt, "make a directory"):
             attempt.mkdir(parents=True)
             plan.item_dir.mkdir(exist_ok=True)
         work = _Fold(plan, number, saves, attempt, memory_bytes, progress)
-        record = work.run()
+        with _standing(plan), stored.standing_chain(saves):
+            record = work.run()
         _move(attempt, plan.item_dir, number)
     finally:
         files.remove_tree(attempt)
@@ -381,7 +385,8 @@ def publish(plan: Plan) -> None:
         )
         path = plan.item_dir / layout.manifest_name(0)
         files.write_atomic(path, manifest.to_bytes(head), fsync=True)
-    _chain(plan)
+    with _standing(plan):
+        _chain(plan)
     final = layout.compacted_dir(plan.step_dir, plan.item)
     with files.typed_errors(final, "be published"):
         files.fsync_path(plan.item_dir)
@@ -792,17 +797,20 @@ class _Cursor:
 
 def _chain(plan: Plan) -> tuple[StoredSave, ...]:
     """The chain that is folded, as it stands now."""
-    try:
-        saves = stored.read_chain(plan.step_dir, plan.item)
-    except StepNotFound as error:
-        raise _gone(plan) from error
+    saves = stored.read_chain(plan.step_dir, plan.item)
     if saves[-1].info.save_id != plan.save_id:
-        raise _gone(plan)
+        raise stored.gone(plan.step_dir, during="compacted", instead="compact")
     return saves
 
 
-def _gone(plan: Plan) -> StepGone:
-    return stored.gone(plan.step_dir, during="compacted", instead="compact")
+def _standing(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Within, what fails since the step is no more what was planned for is ``StepGone``."""
+    return stored.standing(
+        plan.step_dir,
+        stands=lambda: stored.stands(plan.step_dir, plan.save_id, plan.item),
+        during="compacted",
+        instead="compact",
+    )
 
 
 def _divided(

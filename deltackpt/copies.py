@@ -36,6 +36,7 @@ import tensorstore as ts
 from deltackpt import chain, collect, integrity, layout, manifest, stored
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
+    BrokenChain,
     Damaged,
     InUse,
     OptionError,
@@ -315,7 +316,7 @@ class _Run:
         expected: dict[Unit, dict[str, Digest]] = {}
         for unit, save_id in units.items():
             if unit.name not in done:
-                with self._standing(unit, save_id):
+                with self._reading(unit, save_id):
                     expected[unit] = self._source.digests(unit)
         self._total = self.bytes_written + self.bytes_found
         self._total += sum(_nbytes(digests) for digests in expected.values())
@@ -326,31 +327,19 @@ class _Run:
                     self._done(0, _nbytes(digests))
                     continue
                 self._target.begin(unit, digests)
-                with self._standing(unit, units[unit]):
+                with self._reading(unit, units[unit]):
                     self._copy_files(pool, unit, digests)
                 self._target.publish(unit, digests)
                 self.copied.append(unit.name)
 
     @contextlib.contextmanager
-    def _standing(self, unit: Unit, save_id: SaveId) -> Iterator[None]:
-        """Checks afterwards that a unit of the source is still the save that it was.
-
-        What was read of it meanwhile may be of another save otherwise.
-        """
-        cause: Damaged | None = None
+    def _reading(self, unit: Unit, save_id: SaveId) -> Iterator[None]:
         try:
-            yield
-        except Damaged as error:
-            cause = error
-        try:
-            now = self._source.info(unit)
-        except RestoreError as error:
-            raise cause or error from None
-        if now is None or now.save_id != save_id:
-            raise _gone(self._source, unit) from cause
-        if cause is not None:
+            with _standing(self._source, unit, save_id):
+                yield
+        except Damaged:
             self.damaged = unit
-            raise cause
+            raise
 
     def _copy_files(
         self, pool: concurrent.futures.Executor, unit: Unit, digests: Mapping[str, Digest]
@@ -822,7 +811,13 @@ def _chain_units(source: Place, step_dir: str, unusable: Collection[Unit]) -> di
     own = source.info(Unit(step_dir))
     if own is None:
         raise _gone(source, Unit(step_dir))
-    units = {Unit(step_dir): own.save_id}
+    with _standing(source, Unit(step_dir), own.save_id):
+        return _chain_of(source, own, unusable)
+
+
+def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
+    """The units of the chain of a step."""
+    units = {Unit(own.step_dir): own.save_id}
     target = current = own
     saves: dict[str, SaveInfo] = {}
     while True:
@@ -848,6 +843,30 @@ def _chain_units(source: Place, step_dir: str, unusable: Collection[Unit]) -> di
         current = below
     chain.restore_chain(target, saves)
     return units
+
+
+@contextlib.contextmanager
+def _standing(source: Place, unit: Unit, save_id: SaveId) -> Iterator[None]:
+    """Checks afterwards that a unit of the source is still the save that it was.
+
+    What was read of it meanwhile may be of another save otherwise.
+
+    Raises:
+      StepGone: it is not, whatever failed.
+    """
+    cause: RestoreError | None = None
+    try:
+        yield
+    except (Damaged, BrokenChain) as error:
+        cause = error
+    try:
+        now = source.info(unit)
+    except RestoreError as error:
+        raise cause or error from None
+    if now is None or now.save_id != save_id:
+        raise _gone(source, unit) from cause
+    if cause is not None:
+        raise cause
 
 
 def _base(

@@ -157,15 +157,24 @@ def restore_plan(
     step = opened.newest_step() if step is None else step
     if step is None:
         raise StepNotFound(f"{opened.path}: expected committed steps, found none; check the path")
-    started = time.perf_counter()
-    saves = stored.read_chain(opened.step_dir(step), item)
-    for save in saves:
-        for part in save.parts():
-            part.checksums  # noqa: B018  (reads the digests)
-    records_secs = time.perf_counter() - started
+    step_dir = opened.step_dir(step)
+    with stored.standing(step_dir, instead="ask for"):
+        started = time.perf_counter()
+        saves = stored.read_chain(step_dir, item)
+        with stored.standing_chain(saves):
+            for save in saves:
+                for part in save.parts():
+                    part.checksums  # noqa: B018  (reads the digests)
+            records_secs = time.perf_counter() - started
+            return _plan(step, saves, _dense_files(step_dir, item), records_secs)
+
+
+def _plan(
+    step: int, saves: Sequence[StoredSave], dense: Mapping[Path, int], records_secs: float
+) -> RestorePlan:
+    """The plan of a step whose records were read in so many seconds."""
     sizes = {save.name: _array_bytes(save) for save in saves}
     chain = tuple(_save_plan(save, sizes[save.name]) for save in saves)
-    dense = _dense_files(opened.step_dir(step), item)
     tables_secs, sampled, share = _sampled(saves)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * _row_bytes(group) for group in groups)

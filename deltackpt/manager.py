@@ -33,6 +33,8 @@ from deltackpt.errors import (
     PeerMissing,
     RestoreError,
     SaveFailed,
+    StepGone,
+    StepNotFound,
     StorageError,
     TrackingError,
     TrackingFailed,
@@ -329,6 +331,7 @@ class CheckpointManager:
 
         Raises:
           NoIntactStep: steps were committed and none is intact.
+          StepGone: every step was removed while it was read.
           TemplateMismatch, FormatTooNew: the newest step is intact and needs something else.
         """
         with self._lock:
@@ -336,8 +339,9 @@ class CheckpointManager:
             self._settle_quietly()
             started = time.perf_counter()
             skipped: list[tuple[int, RestoreError]] = []
+            gone: list[tuple[int, RestoreError]] = []
             # Listed anew each time: beside a trainer, a step that goes while it is read has a
-            # successor.
+            # successor, which may have its number.
             while (step := self._newest_but({step for step, _ in skipped})) is not None:
                 began = time.perf_counter()
                 try:
@@ -346,6 +350,9 @@ class CheckpointManager:
                     if not isinstance(error, RestoreError) or not error.another_step_may_do:
                         self._tell_failure("restore", step, error, began)
                         raise
+                    if isinstance(error, (StepGone, StepNotFound)) and len(gone) < _LISTINGS:
+                        gone.append((step, error))
+                        continue
                     self._tell_failure("skip", step, error, began)
                     skipped.append((step, error))
                     warnings.warn(
@@ -353,6 +360,9 @@ class CheckpointManager:
                     )
                     continue
                 return dataclasses.replace(result, skipped=tuple(skipped))
+            if gone and not skipped:
+                self._tell_failure("restore", gone[0][0], gone[0][1], started)
+                raise gone[0][1]
             if skipped:
                 error = NoIntactStep(
                     f"{self._root.path}: expected an intact step, found {len(skipped)} steps and "

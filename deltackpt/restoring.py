@@ -11,8 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -21,7 +20,6 @@ import orbax.checkpoint as ocp
 from deltackpt import layout, processes, reader, restore, sources, stored, tables, touched
 from deltackpt.blocks import VALUES
 from deltackpt.errors import (
-    DeltackptError,
     RestoreError,
     ServiceError,
     ServiceUnavailable,
@@ -141,7 +139,7 @@ class StepReader:
           RestoreError: what is wrong with the step, or with what was asked for.
         """
         step_dir = self._root.step_dir(step)
-        with _removal_told(step_dir):
+        with stored.standing(step_dir):
             source, problem = self._source(service)
             saves = None if source is not None else stored.read_chain(step_dir, self._item)
             target = stored.read_save(step_dir, self._item) if saves is None else saves[-1]
@@ -167,7 +165,7 @@ class StepReader:
         Raises:
           RestoreError: what is wrong with the step.
         """
-        with _removal_told(found.target.step_dir):
+        with self._standing(found):
             if found.dense:
                 # Orbax mostly waits for its own threads, and the merge for memory.
                 with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
@@ -186,14 +184,22 @@ class StepReader:
           TemplateMismatch: it was saved without one.
         """
         step_dir = found.target.step_dir
-        missing = [name for name in items if not (step_dir / name).exists()]
-        if missing:
-            raise TemplateMismatch(
-                f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
-                f"without {', '.join(missing)}; restore without them"
-            )
-        restored = self._restored(found.step, **dict(items))
-        return {name: restored[name] for name in items}
+        with self._standing(found):
+            missing = [name for name in items if not (step_dir / name).exists()]
+            if missing:
+                raise TemplateMismatch(
+                    f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
+                    f"without {', '.join(missing)}; restore without them"
+                )
+            restored = self._restored(found.step, **dict(items))
+            return {name: restored[name] for name in items}
+
+    def _standing(self, found: Found) -> contextlib.AbstractContextManager[None]:
+        target = found.target
+        save_id = target.info.save_id
+        return stored.standing(
+            target.step_dir, stands=lambda: stored.stands(target.step_dir, save_id, self._item)
+        )
 
     def _source(self, service: Service) -> tuple[RowSource | None, ServiceError | None]:
         """The source that a restore is to try first, and why the one that there is cannot be."""
@@ -296,17 +302,6 @@ def joined(
     for state in found_in:
         fresh = state._replace(stamps=fresh.stamps | state.stamps)
     return tables.join(template, expected.layout, placed, loaded.dense, fresh), fresh
-
-
-@contextlib.contextmanager
-def _removal_told(step_dir: Path) -> Iterator[None]:
-    """Raises StepGone for what libraries raise where a step is removed while it is read."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, DeltackptError) or step_dir.is_dir():
-            raise
-        raise stored.gone(step_dir) from error
 
 
 def _service_error(error: Exception) -> ServiceError:

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,11 +21,13 @@ from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DeltackptError,
     ForeignDirectory,
     FormatTooNew,
     RestoreError,
     StepGone,
     StepNotFound,
+    StorageError,
     TemplateMismatch,
 )
 from deltackpt.events import TableFigures
@@ -195,10 +197,18 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
     if not item_dir.is_dir():
         raise ForeignDirectory(
             f"{step_dir}: expected an item {item!r} written by deltackpt, found "
-            f"{sorted(path.name for path in step_dir.iterdir())}; check the directory and the "
-            "item's name, or restore it with the library that wrote it"
+            f"{_names(step_dir)}; check the directory and the item's name, or restore it with the "
+            "library that wrote it"
         )
     return _read_save(step_dir, item, item_dir)
+
+
+def _names(step_dir: Path) -> list[str]:
+    """What a step holds; nothing where it goes meanwhile."""
+    try:
+        return sorted(path.name for path in step_dir.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def read_compacted(
@@ -349,16 +359,15 @@ def read_chain(
       BrokenChain: a parent is missing or is another save than the one named.
       StepGone: the step was removed meanwhile.
     """
-    for _ in range(_MOST_CHAINS):
-        before = compacted_bases(step_dir.parent, item)
-        try:
-            return _walked(step_dir, item, lambda path: compacted)
-        except RestoreError as error:
-            # What is missing may have been replaced by a base after it had been looked for.
-            if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
-                if isinstance(error, (BrokenChain, Damaged)):
-                    _raise_if_step_removed(step_dir, error)
-                raise
+    with standing(step_dir):
+        for _ in range(_MOST_CHAINS):
+            before = compacted_bases(step_dir.parent, item)
+            try:
+                return _walked(step_dir, item, lambda path: compacted)
+            except RestoreError:
+                # What is missing may have been replaced by a base after it had been looked for.
+                if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
+                    raise
     raise StepGone(
         f"step directory {step_dir}: expected a chain that stays while it is read, found it "
         f"replaced {_MOST_CHAINS} times; try again"
@@ -451,29 +460,106 @@ def _walked(step_dir: Path, item: str, usable: Callable[[Path], bool]) -> tuple[
     return tuple(saves[info.step_dir] for info in infos)
 
 
-def raise_if_removed(saves: Sequence[StoredSave], cause: RestoreError) -> None:
+@contextlib.contextmanager
+def standing(
+    step_dir: Path,
+    *,
+    stands: Callable[[], bool] | None = None,
+    during: str = "read",
+    instead: str = "restore",
+) -> Iterator[None]:
+    """Within, whatever fails since a step was removed or replaced is raised as ``StepGone``.
+
+    Anything may fail then: a file is missing, one of another save does not fit, a library raises
+    what it likes. Of a step that stands the error stays what it is: damage is damage.
+
+    Args:
+      step_dir: the step.
+      stands: whether it is still the one that is read; by default, whether its directory is the
+        one that it is now. A step that is not there now cannot go.
+      during: what is being done to it.
+      instead: what to do to the newest step instead.
+
+    Raises:
+      StepGone: what failed, failed because the step went.
+    """
+    place = _place(step_dir)
+    stands = stands or (lambda: place is None or _place(step_dir) == place)
+    try:
+        yield
+    except Exception as error:
+        if _is_of_reading(error) and _goes(lambda: not stands(), error):
+            raise gone(step_dir, during=during, instead=instead) from error
+        raise
+
+
+@contextlib.contextmanager
+def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
+    """As ``standing``, of saves that were found before: retention may have removed a parent.
+
+    A compacted base may stand for what was removed: the step can be read through another chain.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_of_reading(error):
+            raise_if_removed(saves, error)
+        raise
+
+
+def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
     """Raises StepGone where a save of the chain vanishes within a moment, or another stands there.
 
-    Retention removes a chain step by step, so a missing parent may precede its children's end.
+    Retention of earlier versions removed parents first, so one may precede its children's end.
     """
-    for check in range(_GONE_CHECKS):
-        for save in saves:
-            if not save.item_dir.is_dir():
-                raise gone(save.step_dir) from cause
-        if check + 1 < _GONE_CHECKS:
-            time.sleep(_GONE_INTERVAL_SECS)
-    for save in saves:
-        if _is_another(save):
-            raise gone(save.step_dir) from cause
+
+    def removed() -> bool:
+        missing.extend(save for save in saves if not save.item_dir.is_dir() or _is_another(save))
+        return bool(missing)
+
+    missing: list[StoredSave] = []
+    if _goes(removed, cause):
+        raise gone(missing[0].step_dir) from cause
 
 
-def _raise_if_step_removed(step_dir: Path, cause: RestoreError) -> None:
-    """Raises StepGone where a step vanishes within a moment."""
-    for check in range(_GONE_CHECKS):
-        if not step_dir.is_dir():
-            raise gone(step_dir) from cause
-        if check + 1 < _GONE_CHECKS:
+def _goes(removed: Callable[[], bool], cause: Exception) -> bool:
+    """Whether something is removed, or is so within a moment where a file of it is missing.
+
+    A directory that is not renamed first, as by others, is emptied before it goes.
+    """
+    checks = _GONE_CHECKS if isinstance(cause, (BrokenChain, Damaged, OSError)) else 1
+    for check in range(checks):
+        if removed():
+            return True
+        if check + 1 < checks:
             time.sleep(_GONE_INTERVAL_SECS)
+    return False
+
+
+def _is_of_reading(error: Exception) -> bool:
+    """Whether a removal may be behind an error, which nobody has told yet."""
+    if isinstance(error, StepGone):
+        return False
+    return isinstance(error, (RestoreError, StorageError)) or not isinstance(error, DeltackptError)
+
+
+def _place(directory: Path) -> tuple[int, int] | None:
+    """What tells a directory from another one in its place; None where there is none."""
+    try:
+        found = directory.stat()
+    except OSError:  # Reading it says what is wrong.
+        return None
+    return found.st_dev, found.st_ino
+
+
+def stands(step_dir: Path, save_id: SaveId, item: str = layout.EMBEDDINGS_ITEM) -> bool:
+    """Whether a step is that save still, as far as can be told: a damaged manifest is no other."""
+    try:
+        return read_save(step_dir, item).info.save_id == save_id
+    except StepNotFound:
+        return False
+    except (RestoreError, StorageError):
+        return step_dir.is_dir()
 
 
 def check_stands(save: StoredSave) -> None:

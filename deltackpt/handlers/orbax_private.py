@@ -68,10 +68,13 @@ class _Remover:
     """Orbax's ``CheckpointDeleter``, a protocol that it does not export."""
 
     def __init__(self, remove: Callable[[Sequence[int]], None]):
-        self.delete_steps = remove
+        self._remove = remove
 
     def delete(self, step: int) -> None:
-        self.delete_steps([step])
+        self._remove([step])
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        self._remove(steps)
 
     def close(self) -> None:
         """Nothing is open."""

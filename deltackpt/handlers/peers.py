@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from deltackpt import processes
-from deltackpt.errors import PeerFailed, PeerMissing, RestoreError
+from deltackpt.errors import PeerFailed, PeerMissing, RestoreError, StepGone, StepNotFound
 
 #: Directory to how many managers it had in this process: the keys of barriers are the job's.
 _managers: collections.Counter[str] = collections.Counter()
@@ -29,11 +29,19 @@ _LATE = re.compile(r"timed out task names:(.*?)(?:RPC|$)", re.DOTALL)
 
 
 class Failure(NamedTuple):
-    """What went wrong on a process; ``fatal`` where it would with any other step too."""
+    """What went wrong on a process.
+
+    Attributes:
+      process: its index.
+      text: the error.
+      fatal: whether it would go wrong with any other step too.
+      gone: whether the step was removed.
+    """
 
     process: int
     text: str
     fatal: bool
+    gone: bool
 
 
 class Peers:
@@ -89,16 +97,16 @@ class Peers:
           fatal: whether it would go wrong with any other step too.
         """
         if self.count == 1:
-            return [] if error is None else [Failure(0, str(error), fatal)]
+            return [] if error is None else [Failure(0, str(error), fatal, _gone(error))]
         # Others may have waited for this process at a barrier of Orbax's first.
         self._meet(what, patience=3)
-        flags = np.zeros((self.count, 2), bool)
-        flags[self.index] = error is not None, fatal
+        flags = np.zeros((self.count, 3), bool)
+        flags[self.index] = error is not None, fatal, _gone(error)
         found = np.any(multihost_utils.process_allgather(flags), axis=0)
         text = "" if error is None else f"{type(error).__name__}: {error}"
         # Failures are few: each is told by its process alone.
         return [
-            Failure(int(process), self._told(text, int(process)), bool(found[process, 1]))
+            Failure(int(process), self._told(text, int(process)), *map(bool, found[process, 1:]))
             for process in np.flatnonzero(found[:, 0])
         ]
 
@@ -112,6 +120,7 @@ class Peers:
 
         Raises:
           RestoreError: another process could not do it, and another step may do; it is named.
+          StepGone: likewise, since the step was removed.
           PeerFailed: another process could not go on at all; it is named.
           PeerMissing: a process did not come in time.
         """
@@ -126,8 +135,8 @@ class Peers:
         if error is not None and (fatal or not worst[0].fatal):
             raise error
         if worst:
-            process, text, is_fatal = worst[0]
-            kind = PeerFailed if is_fatal else RestoreError
+            process, text, is_fatal, is_gone = worst[0]
+            kind = PeerFailed if is_fatal else StepGone if is_gone else RestoreError
             raise kind(f"{what}: expected it on every process, found on process {process} {text}")
 
     def of_first(self, what: str, find: Callable[[], Any]) -> Any:
@@ -183,3 +192,7 @@ class Peers:
             self._barrier(key=key, timeout_ms=max(1, int(timeout_secs * 1000)))
         except jax.errors.JaxRuntimeError as error:
             raise self.named(what, error) from error
+
+
+def _gone(error: BaseException | None) -> bool:
+    return isinstance(error, (StepGone, StepNotFound))

@@ -14,7 +14,6 @@ import numpy as np
 
 from deltackpt import blocks, layout, stored
 from deltackpt.errors import (
-    Damaged,
     RestoreError,
     StepGone,
     StepNotFound,
@@ -163,7 +162,7 @@ class Checkpoints:
 
         The manifests of their chains are read too.
         """
-        standing = set(self.steps)
+        standing = {step: place_of(self._root.step_dir(step)) for step in self.steps}
         self._stored = {key: save for key, save in self._stored.items() if key[0] in standing}
         self._figures = {
             save: self._figures[save] for save in self._stored.values() if save in self._figures
@@ -181,21 +180,27 @@ class Checkpoints:
             else:
                 is_compacted = found[step].info.save_id in compacted
                 saves.append(self._described(found[step], lengths[step], is_compacted))
-        # A step that retention removes meanwhile has no problem.
-        return tuple(save for save in saves if not save.problem or save.path.is_dir())
+        # A step that is removed or replaced meanwhile has no problem.
+        return tuple(
+            save
+            for save in saves
+            if not save.problem or standing.get(save.step) == place_of(save.path)
+        )
 
     def save_of(self, step: int) -> Save:
         """What a step is.
 
         Raises:
           StepNotFound: there is no such step.
+          StepGone: it was removed meanwhile.
         """
-        for save in self.saves_of([step]):
-            return save
-        raise StepNotFound(
-            f"{self._root.step_dir(step)}: expected a committed step, found no such directory; see "
-            "steps"
-        )
+        path = self._root.step_dir(step)
+        with stored.standing(path, instead="open"):
+            for save in self.saves_of([step]):
+                return save
+            raise StepNotFound(
+                f"{path}: expected a committed step, found no such directory; see steps"
+            )
 
     def _read_chains(self, steps: Sequence[int]) -> tuple[dict[int, StoredSave], dict[int, str]]:
         """The saves of steps and of their parents, and what is wrong with those that have none."""
@@ -340,7 +345,7 @@ class Checkpoints:
 
     def _saves(self, step: int) -> Saves:
         path = self._root.step_dir(step)
-        with files.typed_errors(path, "read"):
+        with stored.standing(path, instead="open"), files.typed_errors(path, "read"):
             return Saves(stored.read_chain(path, self.item), self._numbers)
 
     def _read(self, step: int) -> StoredSave:
@@ -348,13 +353,8 @@ class Checkpoints:
         place = place_of(path)
         if place is not None and (step, place) in self._stored:
             return self._stored[step, place]
-        with files.typed_errors(path, "read"):
-            try:
-                found = stored.read_save(path, self.item)
-            except Damaged as error:
-                if path.is_dir():
-                    raise
-                raise stored.gone(path, instead="open") from error
+        with stored.standing(path, instead="open"), files.typed_errors(path, "read"):
+            found = stored.read_save(path, self.item)
         if place is not None:
             self._stored[step, place] = found
         return found

@@ -12,6 +12,7 @@ has no digests.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import json
 import math
@@ -109,18 +110,23 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     @functools.cached_property
     def strings(self) -> dict[str, str]:
         """Strings that the item holds, by the keys of their leaves joined with ``.``."""
-        return self._json(_STRINGS) if (self._dir / _STRINGS).exists() else {}
+        with self._standing():
+            found = self._json(_STRINGS) if (self._dir / _STRINGS).exists() else {}
+            self._check_stands()
+            return found
 
     @functools.cached_property
     def prng_impls(self) -> dict[str, str]:
         """Implementations of the typed PRNG keys that it holds, by keys as ``strings``."""
         found = {}
-        for path in sorted((self._dir / _ARRAY_METADATAS).glob("process_*")):
-            for entry in self._json(f"{_ARRAY_METADATAS}/{path.name}")["array_metadatas"]:
-                metadata = entry["array_metadata"]
-                impl = (metadata["ext_metadata"] or {}).get("random_key_impl")
-                if impl is not None:
-                    found[metadata["param_name"]] = impl
+        with self._standing():
+            for path in sorted((self._dir / _ARRAY_METADATAS).glob("process_*")):
+                for entry in self._json(f"{_ARRAY_METADATAS}/{path.name}")["array_metadatas"]:
+                    metadata = entry["array_metadata"]
+                    impl = (metadata["ext_metadata"] or {}).get("random_key_impl")
+                    if impl is not None:
+                        found[metadata["param_name"]] = impl
+            self._check_stands()
         return found
 
     def open_array(self, key: Sequence[str]) -> Any:
@@ -143,11 +149,11 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             # A lost chunk would read as zeros; Orbax may have been told to leave such chunks out.
             "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value"),
         }
-        try:
-            return ts.open(spec, open=True, read=True).result()
-        except ValueError as error:
-            self._raise_if_gone(error)
-            raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
+        with self._standing():
+            try:
+                return ts.open(spec, open=True, read=True).result()
+            except ValueError as error:
+                raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
 
     def read_array(self, key: Sequence[str], index: Any) -> np.ndarray:
         """Reads a part of an array.
@@ -155,16 +161,16 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         Raises:
           Damaged, StepGone: as ``open_array``.
         """
-        self._check(data=True)
-        store = self.open_array(key)
-        try:
-            found = np.asarray(store[index].read().result())
-        except ValueError as error:
-            self._raise_if_gone(error)
-            name = f"{self._shown}/{'.'.join(key)}"
-            raise Damaged(name, "an array that can be read", str(error)) from error
-        self._raise_if_gone()
-        return found
+        with self._standing():
+            self._check(data=True)
+            store = self.open_array(key)
+            try:
+                found = np.asarray(store[index].read().result())
+            except ValueError as error:
+                name = f"{self._shown}/{'.'.join(key)}"
+                raise Damaged(name, "an array that can be read", str(error)) from error
+            self._check_stands()
+            return found
 
     @property
     def _shown(self) -> str:
@@ -190,39 +196,38 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         for damage in integrity.check_step_files(
             self._dir.parent, wanted=lambda name: name.startswith(prefixes)
         ):
-            self._raise_if_gone(damage)
             raise damage
         self._checked[data] = state
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._parsed:
-            found = self._read_json(name)
-            self._raise_if_gone()
+            with self._standing():
+                found = self._read_json(name)
+                self._check_stands()
             self._parsed[name] = found
         return self._parsed[name]
 
     def _read_json(self, name: str) -> dict[str, Any]:
         if not (self._dir / METADATA).exists():
-            problem = ForeignDirectory(
-                f"{self._shown}: expected an item of Orbax's PyTree handler, found no {METADATA}; "
-                "read it with the library that wrote it"
-            )
-            self._raise_if_gone(problem)
+            self._check_stands()
             if not self._digests:
-                raise problem
+                raise ForeignDirectory(
+                    f"{self._shown}: expected an item of Orbax's PyTree handler, found no "
+                    f"{METADATA}; read it with the library that wrote it"
+                )
         self._check(data=False)
         try:
             return json.loads(files.read_bytes(self._dir / name))
-        except Damaged as error:
-            self._raise_if_gone(error)
-            raise
         except ValueError as error:
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
 
-    def _raise_if_gone(self, cause: Exception | None = None) -> None:
+    def _check_stands(self) -> None:
         """Leaves of another save must not stand beside the tables of this one."""
         if not self._stands():
-            raise stored.gone(self._dir.parent, instead="open") from cause
+            raise stored.gone(self._dir.parent, instead="open")
+
+    def _standing(self) -> contextlib.AbstractContextManager[None]:
+        return stored.standing(self._dir.parent, stands=self._stands, instead="open")
 
 
 class DenseLeaf:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -142,8 +143,10 @@ class Step:
     @functools.cached_property
     def items(self) -> Mapping[str, DenseItem]:
         """Every item that Orbax's PyTree handler wrote, by name."""
-        found = sorted(path.parent.name for path in self.path.glob(f"*/{METADATA}"))
-        return MappingProxyType({name: self._item(name) for name in found})
+        with self._standing():
+            found = sorted(path.parent.name for path in self.path.glob(f"*/{METADATA}"))
+            stored.check_stands(self._own)
+            return MappingProxyType({name: self._item(name) for name in found})
 
     def _item(self, name: str) -> DenseItem:
         entries = self._own.layout.dense if name == layout.DENSE_ITEM else ()
@@ -158,7 +161,19 @@ class Step:
     def _own(self) -> StoredSave:
         """The save itself, where a compacted base stands for it in the chain."""
         target = self._saves.target
-        return stored.read_save(self.path, target.item) if target.compacted else target
+        if not target.compacted:
+            return target
+        with self._standing():
+            return stored.read_save(self.path, target.item)
+
+    def _standing(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what fails since the step is no more the one that was opened is ``StepGone``."""
+        target = self._saves.target
+        return stored.standing(
+            self.path,
+            stands=lambda: stored.stands(self.path, target.info.save_id, target.item),
+            instead="open",
+        )
 
     def _stands(self) -> bool:
         """Whether the step's directory is still the one that was opened."""

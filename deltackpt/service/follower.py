@@ -179,7 +179,8 @@ class Follower:
                 failure = failure or problem
                 continue
             try:
-                taken = self._take(step_dir)
+                with stored.standing(step_dir):
+                    taken = self._take(step_dir)
             except StepGone as error:
                 failure = failure or without_frames(error)
                 continue
