@@ -386,7 +386,7 @@ def _shrunk(
                 found.append(total + jnp.square(code - place))
             return found
 
-        sums = _over_columns(columns, [jnp.zeros_like(low) for _ in ranges], add)
+        sums = _over_columns(columns, [jnp.zeros_like(scale) for scale in scales], add)
         return [jnp.sqrt(total) * scale for total, scale in zip(sums, scales, strict=True)]
 
     def step(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

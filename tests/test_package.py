@@ -122,6 +122,63 @@ def test_no_error_is_swallowed(module):
     assert swallowed == []
 
 
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def bound_by(scope: ast.AST) -> set[str]:
+    """Names that a function or a comprehension binds itself, and no scope within it."""
+    if isinstance(scope, COMPREHENSIONS):
+        inside: list[ast.AST] = [each.target for each in scope.generators]
+    else:
+        inside = list(ast.iter_child_nodes(scope))
+    names = set()
+    while inside:
+        node = inside.pop()
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+        if not isinstance(node, (*COMPREHENSIONS, *FUNCTIONS)):
+            inside += ast.iter_child_nodes(node)
+    return names
+
+
+def read_from_outside(node: ast.AST, bound: set[str]) -> set[str]:
+    """Names read in a node, in its inner scopes too, that none of them binds."""
+    if isinstance(node, (*COMPREHENSIONS, *FUNCTIONS)):
+        bound = bound | bound_by(node)
+    if isinstance(node, ast.Name):
+        return set() if node.id in bound else {node.id}
+    return set().union(*(read_from_outside(each, bound) for each in ast.iter_child_nodes(node)))
+
+
+def crossed_names(source: str) -> list[tuple[int, set[str]]]:
+    """Functions by line, with the outer names that they read and their comprehensions bind."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, FUNCTIONS):
+            loops = [each for each in ast.walk(function) if isinstance(each, COMPREHENSIONS)]
+            bound = set().union(*map(bound_by, loops))
+            if crossed := bound & read_from_outside(function, set()):
+                found.append((function.lineno, crossed))
+    return found
+
+
+def test_no_comprehension_binds_a_name_that_its_function_reads_from_outside():
+    # Such a name is unbound on Python 3.12 and 3.13, which run comprehensions in their function.
+    program = "def f(a):\n  def g(b):\n    c = [a for a in b]\n    return [a for _ in c]"
+    assert crossed_names(program) == [(2, {"a"})]
+    found = {
+        str(path.relative_to(REPOSITORY)): crossed
+        for path in source_files(".py")
+        if (crossed := crossed_names(path.read_text()))
+    }
+    assert found == {}
+
+
 def test_every_source_file_names_its_licence():
     bare = [
         str(path.relative_to(REPOSITORY))
