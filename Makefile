@@ -10,7 +10,11 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
 
+# Beside the oldest, which .venv is made of: the suite's quick selection runs on them, and CI fails without.
+PYTHONS := 3.12 3.13
+
 .PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
@@ -21,15 +25,25 @@ help:
 	@echo "make test       the suite without the long loops"
 	@echo "make test-long  the kill, power-cut and multi-process loops"
 	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"
+	@echo "make test-pythons      every codec, save, restore, kill and inspect on Python $(PYTHONS)"
+	@echo "make newest     the same with the newest versions of everything, which become the pins of these Pythons"
 	@echo "make bench      the measured tables of docs/benchmarks.md"
 	@echo "make notebook   run the notebook of the docs afresh"
 	@echo "make lint types layers docs format clean"
 	@echo "ARGS='...' is passed on to the demos, test, test-long and bench; WORKERS=N tests run at once"
 
 # Keyed on what decides the contents of the environment: nothing happens on a second call.
-$(READY): pyproject.toml constraints.txt tools/make_venv.sh
+MADE_OF := pyproject.toml $(wildcard constraints*.txt) tools/make_venv.sh tools/pins.sh
+$(READY): $(MADE_OF)
 	sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
 	touch $@
+
+# A Python that is named, and is not that of the environment, makes it afresh.
+ifneq ($(origin PYTHON),file)
+ifneq ($(shell $(PYTHON) --version),$(shell $(BIN)/python --version 2>/dev/null))
+$(READY): afresh
+endif
+endif
 
 demo: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo.py $(ARGS)
@@ -54,13 +68,32 @@ test-long: $(READY)
 
 # Runs that this environment writes are read by one that has neither jax nor Orbax.
 BARE := build/bare
-$(BARE)/.ready: pyproject.toml constraints.txt tools/make_bare_venv.sh
-	sh tools/make_bare_venv.sh "$(PYTHON)" "$(BARE)"
+$(BARE)/.ready: $(READY) tools/make_bare_venv.sh
+	sh tools/make_bare_venv.sh "$(BIN)/python" "$(BARE)"
 	touch $@
 
 test-without-jax: $(READY) $(BARE)/.ready
 	rm -rf build/runs && $(BIN)/python tests/without_jax/make_runs.py build/runs
 	$(BARE)/bin/python -m pytest tests/without_jax --runs build/runs $(ARGS)
+
+# Every codec, save, restore, kill and inspect: what another Python or jax may change, in minutes.
+QUICK := $(addprefix tests/, test_chain.py test_codecs.py test_dlrm_example.py test_fingerprint.py test_golden.py \
+	test_handlers.py test_inspect.py test_loops.py test_manager.py test_merge.py test_package.py test_quantized_saves.py \
+	test_root.py test_tables.py test_touched.py test_traps.py)
+# Without ray and what else only development needs.
+$(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml constraints-%.txt tools/make_venv.sh tools/pins.sh
+	python=$$(sh tools/find_python.sh $*) && sh tools/make_venv.sh "$$python" build/py$* test
+	touch $@
+
+$(PYTHONS:%=test-python-%): test-python-%: build/py%/.ready
+	build/py$*/bin/python $(PYTEST) $(QUICK) $(ARGS)
+
+test-pythons: $(PYTHONS:%=test-python-%)
+
+$(PYTHONS:%=newest-%): newest-%:
+	sh tools/newest.sh $* -n $(WORKERS) --dist loadgroup $(QUICK) $(ARGS)
+
+newest: $(PYTHONS:%=newest-%)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/save_restore.py $(ARGS)

@@ -175,7 +175,7 @@ def test_private_names_are_imported_in_one_place_only():
 
 
 def test_private_names_are_those_of_the_pinned_version():
-    assert importlib.metadata.version("orbax-checkpoint") == "0.12.8"
+    assert importlib.metadata.version("orbax-checkpoint").startswith("0.12.")
     path = orbax_private.AtomicRenameTemporaryPath
     assert inspect.iscoroutinefunction(path.finalize)
     assert list(inspect.signature(path.finalize).parameters) == ["self"]

@@ -13,10 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import deltackpt
 from deltackpt import errors
@@ -224,6 +228,23 @@ def test_every_library_that_the_package_imports_is_declared():
         if not declared & {found.lower().replace("_", "-") for found in providers[name]}
     ]
     assert undeclared == []
+
+
+def test_every_supported_python_is_tested_with_pins_within_the_ranges():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    supported = SpecifierSet(project["requires-python"])
+    pythons = [f"3.{minor}" for minor in range(30) if f"3.{minor}" in supported]
+    named = [re.fullmatch(r".* :: Python :: (3\.\d+)", name) for name in project["classifiers"]]
+    assert [match[1] for match in named if match] == pythons
+    makefile = (REPOSITORY / "Makefile").read_text()
+    [tested] = re.findall(r"^PYTHONS := (.*)$", makefile, re.MULTILINE)
+    assert tested.split() == pythons[1:]
+    for file in ["constraints.txt", *(f"constraints-{python}.txt" for python in pythons[1:])]:
+        lines = (REPOSITORY / file).read_text().splitlines()
+        pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+        pins = {canonicalize_name(name): version for name, version in pins.items()}
+        for requirement in map(Requirement, project["dependencies"]):
+            assert pins[canonicalize_name(requirement.name)] in requirement.specifier, file
 
 
 def test_error_codes_are_unique_and_errors_share_one_base():

@@ -9,7 +9,7 @@ venv=$2
 
 rm -rf "$venv"
 "$python" -m venv "$venv"
-pip="$venv/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt"
+pip="$venv/bin/python -m pip --disable-pip-version-check install -q -c $(sh tools/pins.sh "$python")"
 $pip hatchling editables
 $pip --no-build-isolation --no-deps -e .
 # The first two lines are what a user needs: docs/guide/inspecting.md names them.

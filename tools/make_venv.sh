@@ -1,11 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Makes the virtual environment and installs deltackpt in it, editable, with the pinned versions.
-# usage: make_venv.sh PYTHON VENV
+# Makes a virtual environment and installs deltackpt in it, editable, with the versions that are pinned
+# for its Python, or by another file.
+# usage: make_venv.sh PYTHON VENV [EXTRA [CONSTRAINTS]]
 set -eu
 
 python=$1
 venv=$2
+extra=${3:-dev}
 
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
     echo "deltackpt needs Python 3.11 to 3.13, and $python is $("$python" --version 2>&1)." >&2
@@ -27,13 +29,15 @@ if ! "$python" -c 'import venv, ensurepip; ensurepip.version()' 2>/dev/null; the
     fi
 fi
 
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
+    [ "$("$venv/bin/python" --version)" != "$("$python" --version)" ]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
 fi
 
 # The build backend comes first, pinned like the rest, so that the build needs no environment of
 # its own.
-pip="$venv/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt"
+constraints=${4:-$(sh tools/pins.sh "$venv/bin/python")}
+pip="$venv/bin/python -m pip --disable-pip-version-check install -q -c $constraints"
 $pip hatchling editables
-$pip --no-build-isolation -e ".[dev]"
+$pip --no-build-isolation -e ".[$extra]"
