@@ -247,6 +247,32 @@ def test_every_supported_python_is_tested_with_pins_within_the_ranges():
             assert pins[canonicalize_name(requirement.name)] in requirement.specifier, file
 
 
+def tool(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """What a script of tools/ prints and how it ends, with a folder before all others on PATH."""
+    return subprocess.run(
+        ["sh", f"tools/{arguments[0]}", *arguments[1:]],
+        cwd=REPOSITORY,
+        env={**os.environ, "PATH": f"{before}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_python_gets_the_pins_that_are_its_own(tmp_path):
+    version = "{}.{}".format(*sys.version_info)
+    own = "constraints.txt" if version == "3.11" else f"constraints-{version}.txt"
+    assert tool("pins.sh", sys.executable).stdout == f"{own}\n"
+    on_path = tmp_path / f"python{version}"
+    on_path.symlink_to(sys.executable)
+    assert tool("find_python.sh", version, before=str(tmp_path)).stdout == f"{on_path}\n"
+
+
+def test_a_python_that_is_not_there_is_a_failure():
+    ended = tool("find_python.sh", "3.99")
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert "expected python3.99 on PATH" in ended.stderr
+
+
 def test_error_codes_are_unique_and_errors_share_one_base():
     classes = [
         value
