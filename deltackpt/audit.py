@@ -24,7 +24,18 @@ from typing import Literal
 
 import numpy as np
 
-from deltackpt import blocks, chain, codecs, integrity, layout, manifest, reader, root, stored
+from deltackpt import (
+    blocks,
+    bounds,
+    chain,
+    codecs,
+    integrity,
+    layout,
+    manifest,
+    reader,
+    root,
+    stored,
+)
 from deltackpt.blocks import Span
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
@@ -527,6 +538,7 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
       Damaged: an array is missing or altered.
     """
     parts = save.parts()
+    bounds.check_paths(save.layout, save.name)
     yield from _disagreements(save.head, [part.record for part in parts])
     held: dict[tuple[str, str], list[tuple[Span | None, blocks.Rows]]] = {}
     for part in parts:
@@ -577,23 +589,7 @@ def _own_bytes(record: Manifest) -> int:
 
 def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
     """What is wrong with a segment by itself: what of it, what was expected, what was found."""
-    group = part.groups[segment.group]
-    first, last = segment.columns
-    if not 0 <= first < last <= group.width:
-        yield "", f"columns within [0, {group.width})", f"[{first}, {last})"
-    if segment.ranges is not None:
-        bounds = [bound for span in segment.ranges for bound in span]
-        if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1] <= group.rows):
-            yield "", f"ascending ranges within [0, {group.rows})", f"{segment.ranges[:4]}"
-        count = sum(stop - start for start, stop in segment.ranges)
-        if count != segment.count:
-            yield "", f"{segment.count} rows", f"ranges of {count}"
-    entries = {entry.name: entry for entry in segment.arrays}
-    for name, shape in _expected_shapes(group, segment).items():
-        if name not in entries:
-            yield f"/{name}", "an array", "none in the manifest"
-        elif entries[name].shape != shape:
-            yield f"/{name}", f"shape {shape}", f"shape {entries[name].shape}"
+    part.check(segment)  # As many chunks as there should be.
     for entry in segment.arrays:
         directory = part.directory(segment, entry)
         below = directory.relative_to(part.item_dir).as_posix()
@@ -609,19 +605,6 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
                 yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"
 
 
-def _expected_shapes(group: GroupEntry, segment: Segment) -> dict[str, tuple[int, ...]]:
-    """Shape of each array that a segment must have, by its name."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    if segment.ranges is None:
-        shapes[layout.GAPS] = (segment.count,)
-    for field in segment.fields:
-        spec = segment.spec(group, field)
-        described = codecs.get(spec.codec).stored(spec.trailing, codecs.dtype_of(spec.dtype))
-        for suffix, array in described.items():
-            shapes[codecs.array_name(field, suffix)] = (segment.count, *array.trailing)
-    return shapes
-
-
 def _coverage_problems(
     head: Manifest,
     group: GroupEntry,
@@ -631,18 +614,16 @@ def _coverage_problems(
     for spec in group.fields:
         found = held.get((group.name, spec.name), [])
         for columns, rows in _by_columns(group, spec, found):
-            seen = np.zeros(group.rows, bool)
-            twice = 0
-            for part in rows:
-                for where in _indices(part):
-                    twice += int(np.count_nonzero(seen[where]))
-                    seen[where] = True
+            starts, stops, reached = _sorted_spans(rows)
+            twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
+            missing = group.rows - (sum(map(len, rows)) - twice)
             name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
             if twice:
                 yield name, "each row in one segment", f"{twice} rows in two"
-            if (head.kind == "base" or spec.always) and not seen.all():
-                missing = np.flatnonzero(~seen)
-                text = f"{len(missing)} rows in none, the first of them {missing[0]}"
+            if (head.kind == "base" or spec.always) and missing:
+                holes = reached[:-1][starts > reached[:-1]]
+                first = int(holes[0] if len(holes) else reached[-1])
+                text = f"{missing} rows in none, the first of them {first}"
                 yield name, f"all {group.rows} rows", text
 
 
@@ -664,10 +645,27 @@ def _by_columns(
         )
 
 
-def _indices(rows: blocks.Rows) -> list[slice | np.ndarray]:
-    if isinstance(rows, np.ndarray):
-        return [rows]
-    return [slice(*span) for span in blocks.spans_of(rows)]
+def _sorted_spans(held: Sequence[blocks.Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans of rows in the order of their starts: as many as are held, however long the table is.
+
+    Returns:
+      Starts and ends, int64 (n,); and (n + 1,) the end of the rows that those before hold.
+    """
+    found = []
+    for rows in held:
+        if isinstance(rows, np.ndarray):
+            cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+            ends = np.append(cuts[1:], len(rows)) - 1 if len(rows) else cuts
+            found.append((rows[cuts], rows[ends] + 1))
+        else:
+            spans = np.array(blocks.spans_of(rows), np.int64).reshape(-1, 2)
+            found.append((spans[:, 0], spans[:, 1]))
+    nothing = np.empty(0, np.int64)
+    starts = np.concatenate([nothing, *(one for one, _ in found)])
+    stops = np.concatenate([nothing, *(one for _, one in found)])
+    order = np.argsort(starts, kind="stable")
+    starts, stops = starts[order], stops[order]
+    return starts, stops, np.maximum.accumulate(np.concatenate([[0], stops]))
 
 
 def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:

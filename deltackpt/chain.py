@@ -100,7 +100,8 @@ def check_index(head: Manifest) -> None:
       Damaged: it does not.
     """
     found = [part.process for part in head.parts] or [0]
-    if head.process_count > 1 and found != list(range(head.process_count)):
+    # The number of processes is compared first: nobody bounds it.
+    if head.process_count != len(found) or found != list(range(len(found))):
         raise Damaged(
             f"step {head.save_id.step}, manifest of process 0",
             f"one part of each process 0 to {head.process_count - 1}",

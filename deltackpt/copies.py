@@ -466,7 +466,8 @@ class Directory:
 
     def read(self, unit: Unit, name: str) -> bytes:
         """See ``Place``."""
-        return files.read_bytes(self._folder(unit) / name, f"{self.name}/{unit.name}/{name}")
+        shown = f"{self.name}/{unit.name}/{name}"
+        return files.read_bytes(self._folder(unit) / name, shown, most_bytes=None)
 
     def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
         """See ``Place``."""

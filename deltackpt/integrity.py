@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from deltackpt import layout, manifest
+from deltackpt import layout, manifest, records
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.manifest import ArrayEntry, Manifest
 from deltackpt.storage import arrays, files
@@ -32,6 +32,8 @@ from deltackpt.storage.arrays import ChunkSums
 _MAGIC = "deltackpt.digests"
 _READ_BYTES = 4 << 20
 _TAIL_BYTES = 4
+#: Of the path of a file below its directory, as an operating system has it.
+_PATH_CHARACTERS = 4096
 _READERS = 2
 _CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
 
@@ -149,8 +151,14 @@ def digests_from(data: bytes, *, name: str) -> Digests:
     found: Digests = manifest.from_bytes(data, Digests, name=name, magic=_MAGIC)
     for path in found.files:
         # A record may come from a store that others write to: no name leads out of the save.
-        if not {"", ".", ".."}.isdisjoint(path.split("/")):
-            raise Damaged(name, "paths of files below it", repr(path))
+        if len(path) > _PATH_CHARACTERS or not all(map(manifest.is_name, path.split("/"))):
+            raise Damaged(name, "paths of files below it", records.shown(path))
+    for path, sums in found.blocks.items():
+        if path not in found.files or found.block_bytes < 1:
+            raise Damaged(name, "blocks of files that it knows", records.shown(path))
+        nbytes = max(0, found.files[path][0] - _TAIL_BYTES)
+        if len(sums) != (count := -(-nbytes // found.block_bytes)) * _TAIL_BYTES:
+            raise Damaged(name, f"checksums of {count} blocks of {path}", f"{len(sums)} bytes")
     return found
 
 
@@ -323,11 +331,13 @@ class _Inventory:
 
     def _read_step(self) -> None:
         names = [layout.STEP_DIGESTS]
+        read: set[str] = set()
         while names:
             name = names.pop()
+            read.add(name)
             digests = self._digests(name)
             for path in digests.files:
-                if layout.step_digests_process(path) is not None:
+                if layout.step_digests_process(path) is not None and path not in read:
                     names.append(path)
                 self._add(path, digests.digest(path), name)
 
@@ -475,7 +485,12 @@ def _problem(
     path: Path, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
 ) -> Damaged | None:
     try:
+        # The longest of files is no reason to read it where it should be shorter.
+        if (length := files.length(path, shown)) != wanted.length:
+            return Damaged(shown, f"{wanted.length} bytes", f"{length} bytes")
         found = digest_file(path, blocks=bool(wanted.blocks), on_bytes=on_bytes)
+    except Damaged as error:
+        return error
     except StorageError as error:
         if path.is_file():
             raise

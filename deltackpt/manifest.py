@@ -1,34 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a save holds: frozen records and their bytes. No I/O, no jax.
 
-The bytes are one msgpack map with a CRC32C of its body, specified in ``docs/format.md``.
+What they mean is specified in ``docs/format.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import types
-import typing
-from collections.abc import Callable, Iterable
+import urllib.parse
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import google_crc32c
-import msgpack
 import numpy as np
 
-from deltackpt import blocks
+from deltackpt import blocks, records
 from deltackpt.blocks import VALUES
-from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.errors import FormatTooNew
+from deltackpt.records import FORMAT_VERSION as FORMAT_VERSION
+from deltackpt.records import Unsound
 
-FORMAT_VERSION = 1
+_MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
 KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts"})
 #: Needed by what is not stored ``raw``: rows may stand beside their codes.
 ENCODINGS = "encodings"
 #: Needed by what several processes wrote: only process 0's manifest says what the tables are.
 PARTS = "parts"
+
+#: Core dtypes of Zarr v3, which hold all others.
+STORED_DTYPES = frozenset(
+    (
+        "bool",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+#: Steps, rows and bytes are counted by signed numbers of 64 bits.
+MOST = (1 << 63) - 1
+_PATH_KINDS = ("dict", "seq", "attr", "flat")
+#: Most axes of an array, as numpy has it.
+MOST_AXES = 32
+#: Most bytes of a name that is, or becomes, a component of a path.
+_NAME_BYTES = 255
 
 Kind = Literal["base", "delta"]
 #: One typed step of a key path: ("dict", key), ("seq", index), ("attr", name) or ("flat", index).
@@ -367,7 +382,7 @@ def plan_crc32c(record: Manifest) -> int:
     """CRC32C of what all processes must agree on: tables, groups, codecs, dense leaves."""
     plan = dataclasses.asdict(record)
     names = ("groups", "tables", "dense", "tracking_paths")
-    return google_crc32c.value(_packed({name: plan[name] for name in names}))
+    return google_crc32c.value(records.packed({name: plan[name] for name in names}))
 
 
 def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
@@ -375,86 +390,121 @@ def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]
     return sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
 
 
-def to_bytes(record: Any, magic: str = "deltackpt.manifest") -> bytes:
+def to_bytes(record: Any, magic: str = _MAGIC) -> bytes:
     """Encodes a record of this module (or a dataclass like them) with its checksum."""
-    body = _packed(dataclasses.asdict(record))
-    head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
-    return _packed(head | {"body": body})
+    return records.to_bytes(record, magic)
 
 
-def _packed(value: dict[str, Any]) -> bytes:
-    data = msgpack.packb(value, use_bin_type=True)
-    assert data is not None
-    return data
-
-
-def from_bytes(
-    data: bytes, cls: type = Manifest, *, name: str, magic: str = "deltackpt.manifest"
-) -> Any:
+def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = _MAGIC) -> Any:
     """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
     Raises:
-      Damaged: the bytes are truncated, altered or not a record of this kind.
+      Damaged: the bytes are truncated, altered or not a record of this kind; or it says what no
+        such record can.
       FormatTooNew: a later version wrote it, or it needs a feature unknown here.
     """
+    fields = records.body_of(data, name=name, magic=magic)
     try:
-        head = msgpack.unpackb(data, raw=False)
-        if not isinstance(head, dict) or head.get("format") != magic:
-            raise ValueError("no such magic")
-        version, crc, body = head["version"], head["crc32c"], head["body"]
-        if not isinstance(version, int) or version < 1:
-            raise ValueError("no version")
-        if not isinstance(crc, int) or not isinstance(body, bytes):
-            raise ValueError("no checksum of a body")
-    except Exception as error:
-        raise Damaged(name, f"a {magic} record", f"{len(data)} other bytes ({error})") from error
-    if version > FORMAT_VERSION:
-        raise FormatTooNew(
-            f"{name}: written with format version {version}, this deltackpt reads up to "
-            f"{FORMAT_VERSION}; install a newer deltackpt"
-        )
-    found = google_crc32c.value(body)
-    if found != crc:
-        raise Damaged(name, f"crc32c {crc:08x}", f"crc32c {found:08x}")
-    fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
-    if unknown := set(fields.get("features", ())) - KNOWN_FEATURES:
+        if cls is Manifest:
+            _check_features(fields, name)
+        record = records.built(cls, fields)
+        if isinstance(record, Manifest):
+            _check(record)
+    except Unsound as error:
+        raise error.damage(name) from error
+    return record
+
+
+def _check_features(fields: dict[str, Any], name: str) -> None:
+    features = fields.get("features", [])
+    if type(features) is not list or not all(type(feature) is str for feature in features):
+        raise Unsound("names of features", features, "features")
+    if unknown := set(features) - KNOWN_FEATURES:
         raise FormatTooNew(
             f"{name}: needs features {sorted(unknown)}, unknown to this deltackpt; "
             "install a newer deltackpt"
         )
-    return _build(cls, fields)
 
 
-def _build(kind: Any, value: Any) -> Any:
-    """Turns plain msgpack values back into the records that ``kind`` describes."""
-    return _builder(kind)(value)
+def require(holds: bool, expected: str, found: object, place: str = "") -> None:
+    """Checks something that a record says.
+
+    Raises:
+      Unsound: it does not hold.
+    """
+    if not holds:
+        raise Unsound(expected, found, place)
 
 
-@functools.cache
-def _builder(kind: Any) -> Callable[[Any], Any]:
-    """What ``_build`` does for one type: a chain of twenty saves has some ten thousand values."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        parts = {name: _builder(hint) for name, hint in hints.items()}
-        make: Any = kind
-        return lambda value: make(**{k: parts[k](v) for k, v in value.items() if k in parts})
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        inner = [_builder(arg) for arg in args if arg is not type(None)]
-        build = inner[0] if len(inner) == 1 else _as_is
-        return lambda value: None if value is None else build(value)
-    if origin is tuple:
-        builders = [_builder(arg) for arg in args if arg is not Ellipsis]
-        if all(build is _as_is for build in builders):
-            return tuple
-        if len(builders) < len(args):
-            return lambda value: tuple(map(builders[0], value))
-        return lambda value: tuple(build(item) for build, item in zip(builders, value, strict=True))
-    if origin is dict:
-        build = _builder(args[1])
-        return lambda value: {k: build(item) for k, item in value.items()}
-    return _as_is
+def is_name(name: str) -> bool:
+    """Whether a text is one component of a path: no name of a record leads out of its save."""
+    return (
+        0 < len(name.encode()) <= _NAME_BYTES
+        and name not in (".", "..")
+        and not {"/", "\0"}.intersection(name)
+    )
 
 
-def _as_is(value: Any) -> Any:
-    return value
+def _check(record: Manifest) -> None:
+    """Checks what a manifest says by itself; ``bounds`` checks it against its groups.
+
+    Raises:
+      Unsound: it cannot be.
+    """
+    ids = [("save_id", record.save_id)]
+    if record.parent is not None:
+        ids.append(("parent.save_id", record.parent.save_id))
+        directory = record.parent.step_dir
+        require(is_name(directory), "the name of a directory", directory, "parent.step_dir")
+    for place, save_id in ids:
+        require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
+        require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+    process, count = record.process, record.process_count
+    require(process < count, f"a process below {count}", process, "process")
+    for path in key_paths(record):
+        require(all(_is_key(*entry) for entry in path), "a key path", path)
+    for number, segment in enumerate(record.segments):
+        try:
+            _check_segment(segment)
+        except Unsound as error:
+            raise error.within(f"segments[{number}]") from None
+
+
+def key_paths(record: Manifest | Layout) -> Iterator[KeyPath]:
+    """Where everything that a record names stands in the state."""
+    for table in record.tables:
+        yield from table.leaves.values()
+    for leaf in record.dense:
+        yield leaf.path
+    yield from record.tracking_paths
+
+
+def _is_key(kind: str, key: str | int) -> bool:
+    if kind == "seq":
+        return type(key) is int and key >= 0
+    return kind in _PATH_KINDS
+
+
+def _check_segment(segment: Segment) -> None:
+    require(is_name(segment.name), "the name of a directory", segment.name, "name")
+    require(segment.count <= MOST, f"at most {MOST}", segment.count, "count")
+    if segment.ranges is not None:
+        bounds = [bound for span in segment.ranges for bound in span]
+        require(bounds == sorted(bounds), "ascending ranges", segment.ranges, "ranges")
+    for entry in segment.arrays:
+        try:
+            _check_array(entry)
+        except Unsound as error:
+            raise error.within(f"arrays.{records.shown(entry.name)}") from None
+
+
+def _check_array(entry: ArrayEntry) -> None:
+    directory = urllib.parse.quote(entry.name, safe="")
+    require(is_name(directory), "the name of a directory", entry.name, "name")
+    require(entry.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", entry.dtype, "dtype")
+    require(0 < len(entry.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", entry.shape, "shape")
+    require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
+    # A chunk may have room for more rows than there are.
+    rows = max(entry.chunk_rows, entry.shape[0])
+    nbytes = math.prod((rows, *entry.shape[1:])) * np.dtype(entry.dtype).itemsize
+    require(nbytes <= MOST and rows <= MOST, f"at most {MOST} bytes", entry.shape, "shape")

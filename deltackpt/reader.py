@@ -473,6 +473,7 @@ def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None
             held = (numbers or stored_rows)(part, segment, targets)
             if held is None:
                 continue
+            part.check(segment)
             for field in segment.fields:
                 spec = segment.spec(part.groups[segment.group], field)
                 found += _field_pieces(_StoredField(part, segment, spec), held, targets)
@@ -545,6 +546,7 @@ def segment_rows(part: StoredPart, segment: Segment) -> Rows:
     Raises:
       Damaged: row numbers are missing or altered.
     """
+    part.check(segment)
     total = part.groups[segment.group].rows
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)

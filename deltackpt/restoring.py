@@ -17,7 +17,17 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import layout, processes, reader, restore, sources, stored, tables, touched
+from deltackpt import (
+    bounds,
+    layout,
+    processes,
+    reader,
+    restore,
+    sources,
+    stored,
+    tables,
+    touched,
+)
 from deltackpt.blocks import VALUES
 from deltackpt.errors import (
     RestoreError,
@@ -145,6 +155,8 @@ class StepReader:
             target = stored.read_save(step_dir, self._item) if saves is None else saves[-1]
             expected = None if template is None else tables.split(template, self._choice)
             wanted = None
+            if template is None and rows is None:
+                bounds.check_paths(target.layout, target.name)
             if rows is not None:
                 expected, wanted = None, reader.wanted_rows(target.layout, rows)
             elif expected is not None:
@@ -257,6 +269,7 @@ class StepReader:
         if not found.target.layout.dense:
             return {}
         abstract = None if found.expected is None else found.expected.dense
+        stored.check_dense(found.target)
         metadata = self._orbax().item_metadata(found.step)[layout.DENSE_ITEM]
         if abstract is not None:
             dense.check(abstract, metadata, found.step)

@@ -60,6 +60,8 @@ from deltackpt.storage import files
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
 _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 _MAGIC = "deltackpt.lease"
+#: The end of the year 9999: no clock shows a later time.
+_MOST_SECS = 253_402_300_800
 #: Orbax 0.12.8 looks for the parts of its dense files by a glob of the whole path.
 _PATTERN = frozenset("*?[")
 
@@ -608,9 +610,12 @@ def read_lease(path: Path) -> Lease:
     """Reads who holds a directory from the file of the lease.
 
     Raises:
-      Damaged: it was not signed, or is altered.
+      Damaged: it was not signed, is altered, or says what no lease can.
     """
-    return manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
+    lease = manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
+    if not 0 <= lease.since_secs < _MOST_SECS:
+        raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
+    return lease
 
 
 def _holder(path: Path, newest: int, own: int) -> str:
@@ -619,10 +624,10 @@ def _holder(path: Path, newest: int, own: int) -> str:
         return "its file removed, so that another trainer may hold the directory unseen"
     try:
         lease = read_lease(path / layout.lease_name(newest))
-    except Damaged:
-        return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
     except FormatTooNew:
         return f"epoch {newest} held by a trainer of a newer deltackpt"
+    except RestoreError:
+        return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
     return (
         f"epoch {newest} held by process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) "
         f"since {_utc(lease.since_secs)}"

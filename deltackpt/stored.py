@@ -16,7 +16,7 @@ from typing import TypeVar
 import google_crc32c
 import numpy as np
 
-from deltackpt import chain, codecs, integrity, layout, manifest
+from deltackpt import bounds, chain, codecs, integrity, layout, manifest
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import (
     BrokenChain,
@@ -31,6 +31,7 @@ from deltackpt.errors import (
     TemplateMismatch,
 )
 from deltackpt.events import TableFigures
+from deltackpt.integrity import Digest
 from deltackpt.manifest import (
     ArrayEntry,
     Cover,
@@ -117,9 +118,11 @@ class StoredSave:
                 shown = f"{self.name}/{name}"
                 raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
             record = manifest.from_bytes(data, name=f"{self.name}/{name}")
-            groups = self.head.group_by_name
-            _check_codecs(record, groups, f"{self.name}/{name}")
-            self._read[process] = StoredPart(self.item_dir, record, groups)
+            if record.process != process:
+                shown = f"{self.name}/{name}"
+                raise Damaged(shown, f"the part of process {process}", f"that of {record.process}")
+            bounds.check_part(record, self.head, f"{self.name}/{name}")
+            self._read[process] = StoredPart(self.item_dir, record, self.head.group_by_name)
         return self._read[process]
 
     @property
@@ -158,21 +161,57 @@ class StoredPart:
     @functools.cached_property
     def checksums(self) -> dict[str, dict[str, ChunkSums]]:
         """Directory of each array below the item's to its chunks' paths and checksums."""
-        found: dict[str, dict[str, ChunkSums]] = {}
+        return {
+            array: {chunk: ChunkSums(one.tail, one.blocks) for chunk, one in chunks.items()}
+            for array, chunks in self._digests.items()
+        }
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, dict[str, Digest]]:
+        """Directory of each array below the item's to its chunks' paths and digests."""
+        found: dict[str, dict[str, Digest]] = {}
         digests = integrity.read_item_digests(self.item_dir, self.record)
         for name in digests.files:
             array, _, chunk = name.rpartition("/c/")
-            found.setdefault(array, {})[f"c/{chunk}"] = digests.chunk(name)
+            found.setdefault(array, {})[f"c/{chunk}"] = digests.digest(name)
         return found
+
+    @functools.cached_property
+    def _sound(self) -> set[str]:
+        """Names of the segments that were checked."""
+        return set()
 
     def directory(self, segment: Segment, entry: ArrayEntry) -> Path:
         """Directory of a stored array."""
         return layout.array_dir(self.item_dir, self.record.process, segment.name, entry.name)
 
+    def check(self, segment: Segment) -> None:
+        """Checks that the files of a segment are as long as what its arrays should hold.
+
+        To be called before memory is taken for rows of it. The digests say how long all of them
+        are, and the first chunk of each array is asked for its own length.
+
+        Raises:
+          Damaged: they are not; the array is named.
+        """
+        if segment.name in self._sound:
+            return
+        for entry in segment.arrays:
+            directory = self.directory(segment, entry)
+            chunks = self._digests.get(directory.relative_to(self.item_dir).as_posix(), {})
+            nbytes, name = arrays.chunk_bytes(entry), files.object_name(directory, 5)
+            bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
+            if chunks:
+                path = arrays.chunk_path(directory, entry, 0)
+                shown = files.object_name(path, 7)
+                bounds.check_chunk(entry, nbytes, files.length(path, shown), shown)
+        self._sound.add(segment.name)
+
     def read_array(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """Reads rows of one stored array, every chunk verified to be the one written there."""
+        self.check(segment)
         directory = self.directory(segment, entry)
         name = directory.relative_to(self.item_dir).as_posix()
         checksums = self.checksums.get(name, {})
@@ -264,7 +303,7 @@ def _read_save(step_dir: Path, item: str, item_dir: Path) -> StoredSave:
     name = path.relative_to(step_dir.parent).as_posix()
     head = manifest.from_bytes(files.read_bytes(path, name), name=name)
     chain.check_index(head)
-    _check_codecs(head, head.group_by_name, name)
+    bounds.check_head(head, name)
     info = SaveInfo(
         save_id=head.save_id,
         kind=head.kind,
@@ -273,19 +312,6 @@ def _read_save(step_dir: Path, item: str, item_dir: Path) -> StoredSave:
         nbytes=head.nbytes,
     )
     return StoredSave(info, step_dir, item, item_dir, head)
-
-
-def _check_codecs(record: Manifest, groups: Mapping[str, GroupEntry], name: str) -> None:
-    unknown = {
-        segment.spec(groups[segment.group], field).codec
-        for segment in record.segments
-        for field in segment.fields
-    }.difference(codecs.names())
-    if unknown:
-        raise FormatTooNew(
-            f"{name}: expected codecs among {codecs.names()}, found {sorted(unknown)}; "
-            "install the newer deltackpt that wrote it"
-        )
 
 
 def table_figures(
@@ -560,6 +586,22 @@ def stands(step_dir: Path, save_id: SaveId, item: str = layout.EMBEDDINGS_ITEM) 
         return False
     except (RestoreError, StorageError):
         return step_dir.is_dir()
+
+
+def check_dense(save: StoredSave) -> None:
+    """Checks that a step has the dense leaves that its manifest names.
+
+    A compacted base names them too: they stay in the step that it stands for.
+
+    Raises:
+      Damaged: there are none, as where a base was copied over the step.
+    """
+    if save.head.dense and not (save.step_dir / layout.DENSE_ITEM).is_dir():
+        raise Damaged(
+            f"{save.step_dir.name}/{layout.DENSE_ITEM}",
+            f"the {len(save.head.dense)} dense leaves of the step",
+            f"no such item: {save.item} may be a compacted base that was copied over the step",
+        )
 
 
 def check_stands(save: StoredSave) -> None:

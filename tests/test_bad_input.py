@@ -257,12 +257,14 @@ def test_a_newer_format_is_refused_and_no_older_step_is_taken_instead(copied, ho
     root, state = copied
     path = root / "2" / "embeddings" / "manifest.0.msgpack"
     head = msgpack.unpackb(path.read_bytes())
+    body = msgpack.unpackb(head["body"])
     if how == "version":
         head["version"] += 1
+        body["format_version"] += 1
     else:
-        body = msgpack.unpackb(head["body"], strict_map_key=False)
-        head["body"] = msgpack.packb({**body, "features": ["telepathy"]})
-        head["crc32c"] = google_crc32c.value(head["body"])
+        body["features"] = ["telepathy"]
+    head["body"] = msgpack.packb(body)
+    head["crc32c"] = google_crc32c.value(head["body"])
     path.write_bytes(msgpack.packb(head))
     with manager(root, read_only=True) as reader:
         for call in (lambda: reader.restore(2, state), lambda: reader.restore_latest(state)):

@@ -236,7 +236,7 @@ def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]
         (0, first_segment(ranges=((0, 10**9),)), "expected ascending ranges"),
         (0, first_segment(columns=(0, 99)), "expected columns within"),
         (1, first_segment(arrays=()), "expected an array"),
-        (1, first_segment(count=1), "expected shape (1,"),
+        (1, first_segment(count=1, ranges=((0, 1),)), "expected shape (1,"),
     ],
     ids=["fewer", "twice", "count", "beyond", "columns", "arrays", "shape"],
 )

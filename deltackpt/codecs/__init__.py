@@ -6,7 +6,7 @@ Decode arithmetic is normative: see ``docs/format.md``. Lossy codecs are encoded
 """
 
 from deltackpt.codecs.codec import Codec, Lossless, StoredArray
-from deltackpt.codecs.dtypes import dtype_of, stored_dtype
+from deltackpt.codecs.dtypes import DTYPES, dtype_of, stored_dtype, without_elements
 from deltackpt.codecs.floats import ShorterFloat
 from deltackpt.codecs.registry import (
     BESIDE,
@@ -25,6 +25,7 @@ __all__ = [
     "BESIDE",
     "BESIDE_AT",
     "Codec",
+    "DTYPES",
     "SUFFIXES",
     "Lossless",
     "ShorterFloat",
@@ -38,4 +39,5 @@ __all__ = [
     "names",
     "stored_dtype",
     "wider",
+    "without_elements",
 ]

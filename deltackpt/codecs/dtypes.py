@@ -15,6 +15,22 @@ import numpy as np
 from deltackpt.errors import OptionError
 
 _CORE_KINDS = "biufc"
+#: A size has fewer digits.
+_DIGITS = 19
+_NUMPY = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_ML_DTYPES = (
+    *("bfloat16", "bcomplex32", "complex32"),
+    *("int1", "int2", "int4", "uint1", "uint2", "uint4"),
+    *("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+#: Names of the dtypes that tables may have: of all others a manifest says nothing that is true.
+DTYPES = frozenset((*_NUMPY, *(name for name in _ML_DTYPES if hasattr(ml_dtypes, name))))
 
 
 @functools.cache
@@ -24,12 +40,26 @@ def dtype_of(name: str) -> np.dtype:
     Raises:
       OptionError: no such dtype is known.
     """
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError as error:
+    if name not in DTYPES:
         raise OptionError(
             f"dtype {name!r}: expected a numpy or ml_dtypes dtype, found neither; cast the table"
-        ) from error
+        )
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def without_elements(dtype: str, shape: str) -> np.ndarray | None:
+    """An array without elements, of a dtype's name and sizes with commas between them.
+
+    Returns:
+      The array; None where the texts are those of none.
+    """
+    sizes = [int(size) for size in shape.split(",") if size.isdecimal() and len(size) < _DIGITS]
+    if dtype not in DTYPES or 0 not in sizes or len(sizes) != shape.count(",") + 1:
+        return None
+    try:
+        return np.empty(sizes, dtype_of(dtype))
+    except ValueError:  # Too many axes, or too long ones.
+        return None
 
 
 @functools.cache

@@ -111,8 +111,9 @@ def _storable(leaf: Any) -> Any:
 
 def _original(leaf: Any) -> Any:
     if isinstance(leaf, str) and leaf.startswith(_EMPTY + ":"):
-        _, _, dtype, shape = leaf.split(":")
-        return np.empty([int(size) for size in shape.split(",")], codecs.dtype_of(dtype))
+        dtype, _, shape = leaf.removeprefix(_EMPTY + ":").partition(":")
+        array = codecs.without_elements(dtype, shape)
+        return leaf if array is None else array
     return leaf
 
 

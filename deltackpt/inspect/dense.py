@@ -91,13 +91,13 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @functools.cached_property
     def _leaves(self) -> dict[str, DenseLeaf]:
-        tree = self._json(METADATA)["tree_metadata"]
-        kinds: dict[tuple[str, ...], str] = {
-            tuple(str(step["key"]) for step in entry["key_metadata"]): entry["value_metadata"][
-                "value_type"
-            ]
-            for entry in tree.values()
-        }
+        with self.described(METADATA):
+            kinds: dict[tuple[str, ...], str] = {
+                tuple(str(step["key"]) for step in entry["key_metadata"]): str(
+                    entry["value_metadata"]["value_type"]
+                )
+                for entry in self._json(METADATA)["tree_metadata"].values()
+            }
         names = {key: self._paths.get(key, "/".join(key)) for key in kinds}
         common = collections.Counter(names.values())
         found = {}
@@ -121,13 +121,24 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         found = {}
         with self._standing():
             for path in sorted((self._dir / _ARRAY_METADATAS).glob("process_*")):
-                for entry in self._json(f"{_ARRAY_METADATAS}/{path.name}")["array_metadatas"]:
-                    metadata = entry["array_metadata"]
-                    impl = (metadata["ext_metadata"] or {}).get("random_key_impl")
-                    if impl is not None:
-                        found[metadata["param_name"]] = impl
+                name = f"{_ARRAY_METADATAS}/{path.name}"
+                with self.described(name):
+                    for entry in self._json(name)["array_metadatas"]:
+                        metadata = entry["array_metadata"]
+                        impl = (metadata["ext_metadata"] or {}).get("random_key_impl")
+                        if impl is not None:
+                            found[str(metadata["param_name"])] = str(impl)
             self._check_stands()
         return found
+
+    @contextlib.contextmanager
+    def described(self, name: str) -> Iterator[None]:
+        """Raises Damaged for what a file of Orbax's does not say although its JSON is whole."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise Damaged(f"{self._shown}/{name}", "what Orbax writes there", found) from error
 
     def open_array(self, key: Sequence[str]) -> Any:
         """The stored array of a leaf, a ``tensorstore.TensorStore``; nothing but its shape is read.
@@ -141,6 +152,8 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         store: dict[str, Any] = {"driver": "file", "path": f"{self._dir}/"}
         if metadata.get("use_ocdbt", True):
             store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
+        elif ".." in name.split("/"):
+            raise Damaged(f"{self._shown}/{METADATA}", "names of arrays in the item", repr(name))
         else:
             store["path"] += f"{name}/"
         spec = {
@@ -218,7 +231,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         self._check(data=False)
         try:
             return json.loads(files.read_bytes(self._dir / name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
 
     def _check_stands(self) -> None:
@@ -250,7 +263,7 @@ class DenseLeaf:
     def kind(self) -> str:
         """What it is; see the class."""
         if self._value_type == "string":
-            return "array" if _EMPTY.fullmatch(self._text) else "string"
+            return "string" if self._empty is None else "array"
         if self._value_type in ("None", "scalar"):
             return self._value_type
         if self._value_type in _WITHOUT_ARRAY:
@@ -323,16 +336,22 @@ class DenseLeaf:
 
     @property
     def _text(self) -> str:
-        return self._item.strings[self._param]
+        with self._item.described(_STRINGS):
+            return self._item.strings[self._param]
+
+    @functools.cached_property
+    def _empty(self) -> np.ndarray | None:
+        """The array without elements that a string stands for; None where it is a string."""
+        match = _EMPTY.fullmatch(self._text)
+        return None if match is None else codecs.without_elements(match[1], match[2])
 
     @functools.cached_property
     def _described(self) -> tuple[tuple[int, ...], np.dtype]:
         if self.kind in ("None", "empty", "string"):
             raise TypeError(f"{self.name}: expected an array, found {self.kind}; see its value")
         if self._value_type == "string":
-            match = _EMPTY.fullmatch(self._text)
-            assert match is not None
-            return tuple(map(int, match[2].split(","))), codecs.dtype_of(match[1])
+            assert self._empty is not None
+            return self._empty.shape, self._empty.dtype
         store = self._item.open_array(self._key)
         return tuple(store.shape), store.dtype.numpy_dtype
 

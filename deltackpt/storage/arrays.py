@@ -359,13 +359,14 @@ def _read_chunk(path: Path, out: np.ndarray, sums: ChunkSums | None, *, padding_
     """Reads a whole chunk file: rows, padding of the last chunk, CRC32C of both."""
     name = files.object_name(path, 7)
     data = out.reshape(-1).view(np.uint8)
-    padding = np.empty(padding_rows * (data.nbytes // max(1, len(out))), np.uint8)
+    padding_bytes = padding_rows * (data.nbytes // max(1, len(out)))
     tail = np.empty(_CRC_BYTES, np.uint8)
-    expected_bytes = data.nbytes + padding.nbytes + _CRC_BYTES
+    expected_bytes = data.nbytes + padding_bytes + _CRC_BYTES
     with _chunk_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected_bytes:
             raise Damaged(name, f"{expected_bytes} bytes", f"{size} bytes")
+        padding = np.empty(padding_bytes, np.uint8)
         done = 0
         for part in (data, padding, tail):
             _fill(file, part, done, name, expected_bytes)
@@ -404,6 +405,8 @@ def _read_blocks(
             _fill(file, part, done, name, total + _CRC_BYTES)
             done += part.nbytes
     crcs = np.frombuffer(sums.blocks, "<u4")
+    if len(crcs) != -(-total // BLOCK_BYTES):
+        raise Damaged(name, f"checksums of {-(-total // BLOCK_BYTES)} blocks", f"{len(crcs)}")
     number = first // BLOCK_BYTES
     for part in parts:
         for at in range(0, part.nbytes, BLOCK_BYTES):

@@ -6,16 +6,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from deltackpt import layout
-from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
+from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, RestoreError, StorageError
+from deltackpt.records import MOST_BYTES
 
 _HUGE_PAGE_BYTES = 2 << 20
 _C_LIBRARY = ctypes.CDLL(None)
@@ -45,26 +48,58 @@ def typed_errors(path: Path, action: str) -> Iterator[None]:
         ) from error
 
 
-def read_bytes(path: Path, name: str | None = None) -> bytes:
+def read_bytes(
+    path: Path, name: str | None = None, *, most_bytes: int | None = MOST_BYTES
+) -> bytes:
     """Reads a whole file.
 
     Args:
       path: the file.
       name: how errors name it; its last three components by default.
+      most_bytes: how long it may be; its length costs whoever made it nothing.
 
     Raises:
-      Damaged: there is no such file.
+      Damaged: there is no such file, or it is longer.
       StorageError: it cannot be read.
     """
+    shown = name or object_name(path)
+    nbytes = length(path, shown)
+    if most_bytes is not None and nbytes > most_bytes:
+        raise Damaged(shown, f"at most {most_bytes} bytes", f"{nbytes} bytes")
     try:
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise Damaged(name or object_name(path), "a file", "no such file") from error
+    except FileNotFoundError as error:
+        raise Damaged(shown, "a file", "no such file") from error
     except OSError as error:
         raise StorageError(
             f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
             "system and its permissions, then try again"
         ) from error
+
+
+def length(path: Path, name: str) -> int:
+    """Bytes of a file.
+
+    Args:
+      path: the file.
+      name: how errors name it.
+
+    Raises:
+      Damaged: there is no such file, or it is none that has a length: reading a pipe would wait.
+      StorageError: it cannot be asked for.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(name, "a file", "no such file") from error
+    except OSError as error:
+        raise StorageError(
+            f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
+            "system and its permissions, then try again"
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(name, "a file", "no such file but something else of that name")
+    return found.st_size
 
 
 def object_name(path: Path, components: int = 3) -> str:
@@ -168,13 +203,22 @@ def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     Args:
       shape: shape of the array.
       dtype: dtype of the array.
+
+    Raises:
+      RestoreError: there is not so much memory.
     """
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE_PAGE_BYTES:
         raw = np.empty(nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + nbytes].view(dtype).reshape(shape)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise RestoreError(
+            f"array of shape {shape}, {dtype.name}: expected {nbytes:,} bytes of memory, found "
+            f"that they cannot be had ({error}); restore fewer rows, or on more processes"
+        ) from error
     advise_huge_pages(mapping)
     return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
 

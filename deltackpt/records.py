@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records: dataclasses as checked bytes, and back. No I/O, no jax.
+
+The bytes are one msgpack map with a CRC32C of its body, specified in ``docs/format.md``. Whoever
+can write to a directory can write a record whose checksum is right, so nothing of it is believed:
+every value must be of the type that the dataclass declares, and whole numbers are never negative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+import google_crc32c
+import msgpack
+
+from deltackpt.errors import Damaged, FormatTooNew, OptionError
+
+FORMAT_VERSION = 1
+#: Most bytes of a record: one of a million tables has fewer. A file may claim any length.
+MOST_BYTES = 1 << 30
+#: The field of a body that repeats the version, where its checksum covers it.
+_VERSION = "format_version"
+_SHOWN_CHARACTERS = 60
+
+
+class Unsound(ValueError):
+    """A record, its checksum right, says what cannot be.
+
+    Attributes:
+      expected: what should be there.
+      found: what is there.
+      place: where in the record.
+    """
+
+    def __init__(self, expected: str, found: object, place: str = ""):
+        self.expected = expected
+        self.found = found if isinstance(found, str) else shown(found)
+        self.place = place
+        super().__init__(f"{place}: expected {self.expected}, found {self.found}")
+
+    def within(self, name: str) -> Unsound:
+        """The same, seen from the record that holds it under a name."""
+        inner = self.place if not self.place or self.place[0] == "[" else f".{self.place}"
+        return Unsound(self.expected, self.found, f"{name}{inner}")
+
+    def damage(self, name: str) -> Damaged:
+        """What to raise where a record of that name says so."""
+        where = f" in {self.place}" if self.place else ""
+        return Damaged(name, f"{self.expected}{where}", self.found)
+
+
+def shown(value: object) -> str:
+    """A value of a record in an error message, however long it is."""
+    if isinstance(value, (list, tuple, dict, str, bytes)) and len(value) > _SHOWN_CHARACTERS:
+        return f"a {type(value).__name__} of length {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def to_bytes(record: Any, magic: str) -> bytes:
+    """Encodes a dataclass with its checksum.
+
+    Raises:
+      OptionError: it is longer than any reader takes.
+    """
+    body = packed(dataclasses.asdict(record) | {_VERSION: FORMAT_VERSION})
+    head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
+    data = packed(head | {"body": body})
+    if len(data) > MOST_BYTES:
+        raise OptionError(
+            f"{magic}: expected a record of at most {MOST_BYTES} bytes, found {len(data)}; use "
+            "fewer tables, or more processes"
+        )
+    return data
+
+
+def packed(value: dict[str, Any]) -> bytes:
+    """A map as msgpack."""
+    data = msgpack.packb(value, use_bin_type=True)
+    assert data is not None
+    return data
+
+
+def body_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
+    """The fields of a record, as msgpack gives them.
+
+    Args:
+      data: of ``to_bytes``.
+      name: how errors name the object.
+      magic: the kind of record.
+
+    Raises:
+      Damaged: the bytes are truncated, altered or not a record of this kind.
+      FormatTooNew: a later version wrote it.
+    """
+    try:
+        head = _unpacked(data)
+        if head.get("format") != magic:
+            raise ValueError("no such magic")
+        version, crc, body = head["version"], head["crc32c"], head["body"]
+        if type(version) is not int or version < 1:
+            raise ValueError("no version")
+        if type(crc) is not int or not isinstance(body, bytes):
+            raise ValueError("no checksum of a body")
+    except (ValueError, KeyError) as error:
+        raise Damaged(name, f"a {magic} record", f"{len(data)} other bytes ({error})") from error
+    found = google_crc32c.value(body)
+    if found != crc:
+        raise Damaged(name, f"crc32c {crc:08x}", f"crc32c {found:08x}")
+    try:
+        fields = _unpacked(body)
+    except ValueError as error:
+        raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
+    # No checksum covers the version beside the body. Records of before it was repeated are of 1.
+    repeated = fields.get(_VERSION, 1)
+    if type(repeated) is not int or repeated < 1:
+        raise Damaged(name, f"a version in the body of a {magic} record", shown(repeated))
+    if repeated > FORMAT_VERSION:
+        raise FormatTooNew(
+            f"{name}: written with format version {repeated}, this deltackpt reads up to "
+            f"{FORMAT_VERSION}; install a newer deltackpt"
+        )
+    if version != repeated:
+        raise Damaged(name, f"version {repeated} as its body says", f"version {version}")
+    return fields
+
+
+def built(kind: Any, fields: dict[str, Any]) -> Any:
+    """The dataclass that the fields of a record describe; unknown fields are passed over.
+
+    Raises:
+      Unsound: a field is missing, or a value is not of the type that is declared.
+    """
+    return _builder(kind)(fields)
+
+
+def _unpacked(data: bytes) -> dict[Any, Any]:
+    """A map from its msgpack bytes.
+
+    Raises:
+      ValueError: they are none.
+    """
+    try:
+        # Memory is taken for an array before its elements are seen. Passing over all of them first
+        # shows that there are as many as it says.
+        walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
+        walker.feed(data)
+        walker.skip()
+        # No list is unpacked: the keys of all our maps are strings.
+        found = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"no map but a {type(found).__name__}")
+    return found
+
+
+@functools.cache
+def _builder(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of a type: a chain of twenty saves has some ten thousand values."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if dataclasses.is_dataclass(kind):
+        return _record_builder(kind)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return functools.partial(_one_of, args)
+    if origin in (typing.Union, types.UnionType):
+        inner = tuple(arg for arg in args if arg is not type(None))
+        if len(inner) == 1:
+            build = _builder(inner[0])
+            return lambda value: None if value is None else build(value)
+        return functools.partial(_of_types, inner)
+    if origin is tuple and args[-1] is Ellipsis:
+        return functools.partial(_all, _builder(args[0]))
+    if origin is tuple:
+        return functools.partial(_each, tuple(_builder(arg) for arg in args))
+    if origin is dict and args[0] is str:
+        return functools.partial(_by_name, _builder(args[1]))
+    raise TypeError(f"no record holds a {kind}")
+
+
+def _record_builder(kind: Any) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    builders = {name: _builder(hint) for name, hint in hints.items()}
+    missing = dataclasses.MISSING
+    required = {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is missing and field.default_factory is missing
+    }
+
+    def build(value: Any) -> Any:
+        if type(value) is not dict:
+            raise Unsound("a map", value)
+        if not required <= value.keys():
+            raise Unsound(f"fields {sorted(required - value.keys())}", "none of that name")
+        found = {}
+        for name, make in builders.items():
+            if name in value:
+                try:
+                    found[name] = make(value[name])
+                except Unsound as error:
+                    raise error.within(name) from None
+        return kind(**found)
+
+    return build
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise Unsound("a whole number of 0 or more", value)
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) not in (float, int):
+        raise Unsound("a number", value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise Unsound("a text", value)
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise Unsound("bytes", value)
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if type(value) is not bool:
+        raise Unsound("true or false", value)
+    return value
+
+
+def _one_of(choices: tuple[Any, ...], value: Any) -> Any:
+    if type(value) is not str or value not in choices:
+        raise Unsound(f"one of {choices}", value)
+    return value
+
+
+def _of_types(kinds: tuple[type, ...], value: Any) -> Any:
+    if type(value) not in kinds:
+        raise Unsound(f"one of {', '.join(kind.__name__ for kind in kinds)}", value)
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise Unsound("a list", value)
+    return value
+
+
+def _all(make: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+    found = []
+    for number, item in enumerate(_list(value)):
+        try:
+            found.append(make(item))
+        except Unsound as error:
+            raise error.within(f"[{number}]") from None
+    return tuple(found)
+
+
+def _each(makers: tuple[Callable[[Any], Any], ...], value: Any) -> tuple[Any, ...]:
+    if len(_list(value)) != len(makers):
+        raise Unsound(f"a list of {len(makers)}", value)
+    return tuple([make(item) for make, item in zip(makers, value, strict=True)])
+
+
+def _by_name(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise Unsound("a map", value)
+    found = {}
+    for name, item in value.items():
+        if type(name) is not str:
+            raise Unsound("texts as keys", name)
+        try:
+            found[name] = make(item)
+        except Unsound as error:
+            raise error.within(f"[{shown(name)}]") from None
+    return found
+
+
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    int: _number,
+    float: _float,
+    str: _text,
+    bytes: _bytes,
+    bool: _truth,
+}
