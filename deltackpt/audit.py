@@ -416,6 +416,13 @@ class _Audit:
                 found=found,
                 stops="chain",
             )
+        if "/" not in save.name:
+            try:
+                stored.check_dense(stored.read_save(save.step_dir, self._item))
+            except Damaged as error:
+                yield self._problem(save, error)
+            except (RestoreError, StorageError):
+                return  # Another manager committed it; or the save cannot be read, see below.
 
     def _structure(self, save: _Save) -> Iterator[Problem]:
         """What records say that cannot be, although each is as it was written."""

@@ -595,13 +595,21 @@ def check_dense(save: StoredSave) -> None:
 
     Raises:
       Damaged: there are none, as where a base was copied over the step.
+      ForeignDirectory: another manager committed the step, which saves them elsewhere, or not.
     """
-    if save.head.dense and not (save.step_dir / layout.DENSE_ITEM).is_dir():
-        raise Damaged(
-            f"{save.step_dir.name}/{layout.DENSE_ITEM}",
-            f"the {len(save.head.dense)} dense leaves of the step",
-            f"no such item: {save.item} may be a compacted base that was copied over the step",
+    if not save.head.dense or (save.step_dir / layout.DENSE_ITEM).is_dir():
+        return
+    name, leaves = f"{save.step_dir.name}/{layout.DENSE_ITEM}", len(save.head.dense)
+    if (save.step_dir / layout.STEP_METADATA).exists():
+        raise ForeignDirectory(
+            f"{name}: expected {leaves} dense leaves, found no such item: another manager "
+            "committed the step; restore it with that one, or its tables alone"
         )
+    raise Damaged(
+        name,
+        f"the {leaves} dense leaves of the step",
+        f"no such item: {save.item} may be a compacted base that was copied over the step",
+    )
 
 
 def check_stands(save: StoredSave) -> None:

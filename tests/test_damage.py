@@ -10,11 +10,20 @@ from pathlib import Path
 
 import google_crc32c
 import model
+import msgpack
 import pytest
+from click.testing import CliRunner
 
 import deltackpt
-from deltackpt import integrity, stored
-from deltackpt.errors import NoIntactStep, RestoreError
+import deltackpt.inspect
+from deltackpt import audit, cli, compact, integrity, layout, manifest, stored
+from deltackpt.errors import (
+    Damaged,
+    DeltackptError,
+    FormatTooNew,
+    NoIntactStep,
+    RestoreError,
+)
 
 STEPS = 3
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -148,3 +157,113 @@ def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
     step, messages = newest_intact(copy, states)
     assert step is None
     assert "values/c/0/0" in messages[0]
+
+
+def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_restored(
+    written, tmp_path, monkeypatch
+):
+    """Its version stands before the body: one bit of it, and it asks for a newer deltackpt."""
+    root, states = written
+    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    for name in (f"embeddings/{layout.manifest_name(0)}", layout.STEP_DIGESTS):
+        path = copy / str(STEPS) / name
+        data = path.read_bytes()
+        for position in range(data.index(b"body")):
+            for bit in range(8):
+                flipped = bytearray(data)
+                flipped[position] ^= 1 << bit
+                path.write_bytes(flipped)
+                with pytest.raises(Damaged):
+                    check_record(path)
+        flipped = bytearray(data)
+        flipped[data.index(b"version") + len(b"version")] ^= 2
+        path.write_bytes(flipped)
+        step, messages = newest_intact(copy, states)
+        assert step == STEPS - 1 and "version 3" in messages[0], messages
+        path.write_bytes(data)
+
+
+def check_record(path: Path) -> None:
+    if path.name == layout.STEP_DIGESTS:
+        integrity.read_digests(path)
+    else:
+        manifest.from_bytes(path.read_bytes(), name=path.name)
+
+
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "as it was once written"])
+@pytest.mark.parametrize("outer", [0, 1, 2, 3, 65, 127])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_the_version_that_the_checksum_covers_decides(written, inner, outer, repeated):
+    root, _ = written
+    path = root / "1" / "embeddings" / layout.manifest_name(0)
+    head = msgpack.unpackb(path.read_bytes())
+    body = msgpack.unpackb(head["body"])
+    assert body.pop("format_version") == head["version"] == 1
+    if repeated:
+        body["format_version"] = inner
+    packed = msgpack.packb(body)
+    data = msgpack.packb(
+        head | {"version": outer, "body": packed, "crc32c": google_crc32c.value(packed)}
+    )
+    if outer and repeated and inner > 1:
+        with pytest.raises(FormatTooNew, match=f"format version {inner}"):
+            manifest.from_bytes(data, name="it")
+    elif outer == 1:
+        assert manifest.from_bytes(data, name="it").save_id.step == 1
+    else:
+        with pytest.raises(Damaged):
+            manifest.from_bytes(data, name="it")
+    # Of a newer record whose body does not check nothing can be believed, its version neither.
+    with pytest.raises(Damaged):
+        manifest.from_bytes(data[:-1] + bytes([data[-1] ^ 1]), name="it")
+
+
+def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restores(
+    written, tmp_path
+):
+    """It holds the tables of the step, bit for bit, under its save id, and no dense leaf."""
+    root, states = written
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    compact.compact(copy, step=STEPS)
+    shutil.rmtree(copy / str(STEPS))
+    shutil.copytree(copy / "compacted" / str(STEPS), copy / str(STEPS))
+    options = deltackpt.ManagerOptions(read_only=True)
+    for kept in (True, False):
+        with deltackpt.CheckpointManager(copy, handlers=HANDLERS, options=options) as manager:
+            for template in (states[STEPS], None):
+                with pytest.raises(Damaged, match=r"3/dense: .*compacted base"):
+                    manager.restore(STEPS, template)
+            assert manager.restore(STEPS, tables={"tables/tiny": None}).step == STEPS
+        step, messages = newest_intact(copy, states)
+        assert step == STEPS - 1 and "compacted base" in messages[0]
+        report = audit.verify_root(copy)
+        assert [one.step for one in report.steps if not one.restorable] == [STEPS]
+        assert any("3/dense" in str(problem) for problem in report.problems)
+        found = deltackpt.inspect.open(copy).at(STEPS)
+        assert found.tables and next(iter(found.tables.values()))[:1].shape[0] == 1
+        with pytest.raises(Damaged, match="3/dense"):
+            list(found.dense)
+        for command in ("ls", "show", "verify"):
+            ended = CliRunner().invoke(cli.cli, [command, str(copy)])
+            assert isinstance(ended.exception, (DeltackptError, SystemExit, type(None))), command
+        if kept:
+            shutil.rmtree(copy / "compacted")
+
+
+@pytest.mark.parametrize("over", [2, 3])
+def test_a_step_copied_over_another_one_or_a_base_is_no_other_save(written, tmp_path, over):
+    root, states = written
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    compact.compact(copy, step=over)
+    base = copy / "compacted" / str(over)
+    shutil.rmtree(base)
+    shutil.copytree(copy / "2", base)
+    assert newest_intact(copy, states)[0] == STEPS
+    shutil.rmtree(copy / str(STEPS))
+    shutil.copytree(copy / "2", copy / str(STEPS))
+    step, messages = newest_intact(copy, states)
+    assert step == STEPS - 1 and "copied by hand" in messages[0]

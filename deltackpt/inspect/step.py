@@ -138,6 +138,8 @@ class Step:
         """The dense leaves by their '/'-joined paths; those that deltackpt's manager saved."""
         if not self._own.layout.dense:
             return MappingProxyType({})
+        if not (self.path / layout.DENSE_ITEM).is_dir() and self._stands():
+            stored.check_dense(self._own)
         return self._item(layout.DENSE_ITEM)
 
     @functools.cached_property
