@@ -606,7 +606,7 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
             if chunk not in known:
                 yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):
-            at = np.empty(entry.shape, np.dtype(entry.dtype))
+            at = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
             part.read_array(segment, entry, 0, len(at), at)
             if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
                 yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"

@@ -30,6 +30,8 @@ from deltackpt.storage import arrays, files
 from deltackpt.storage.arrays import ChunkSums
 
 _MAGIC = "deltackpt.digests"
+#: Paths whose components are names, as ``manifest.is_name`` has it.
+_INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _READ_BYTES = 4 << 20
 _TAIL_BYTES = 4
 #: Of the path of a file below its directory, as an operating system has it.
@@ -151,7 +153,7 @@ def digests_from(data: bytes, *, name: str) -> Digests:
     found: Digests = manifest.from_bytes(data, Digests, name=name, magic=_MAGIC)
     for path in found.files:
         # A record may come from a store that others write to: no name leads out of the save.
-        if len(path) > _PATH_CHARACTERS or not all(map(manifest.is_name, path.split("/"))):
+        if len(path) > _PATH_CHARACTERS or _INSIDE.fullmatch(path) is None:
             raise Damaged(name, "paths of files below it", records.shown(path))
     for path, sums in found.blocks.items():
         if path not in found.files or found.block_bytes < 1:

@@ -440,7 +440,7 @@ class _StoredField:
     def beside_at(self) -> np.ndarray:
         """Positions in the segment, ascending, of the rows that the codec did not hold."""
         entry = self.beside[1]
-        out = np.empty(entry.shape, np.dtype(entry.dtype))
+        out = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
         self.read(entry, 0, entry.shape[0], out)
         return out
 
@@ -551,7 +551,7 @@ def segment_rows(part: StoredPart, segment: Segment) -> Rows:
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
-    out = np.empty(entry.shape, np.dtype(entry.dtype))
+    out = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
     part.read_array(segment, entry, 0, entry.shape[0], out)
     name = "/".join(part.directory(segment, entry).parts[-5:])
     return gaps.decode_gaps(out, total_rows=total, name=name)

@@ -177,9 +177,11 @@ def _builder(kind: Any) -> Callable[[Any], Any]:
             return lambda value: None if value is None else build(value)
         return functools.partial(_of_types, inner)
     if origin is tuple and args[-1] is Ellipsis:
-        return functools.partial(_all, _builder(args[0]))
+        build = functools.partial(_all, _builder(args[0]))
+        return build if args[0] is not int else functools.partial(_numbers, None, build)
     if origin is tuple:
-        return functools.partial(_each, tuple(_builder(arg) for arg in args))
+        build = functools.partial(_each, tuple(_builder(arg) for arg in args))
+        return build if {*args} != {int} else functools.partial(_numbers, len(args), build)
     if origin is dict and args[0] is str:
         return functools.partial(_by_name, _builder(args[1]))
     raise TypeError(f"no record holds a {kind}")
@@ -276,17 +278,26 @@ def _each(makers: tuple[Callable[[Any], Any], ...], value: Any) -> tuple[Any, ..
     return tuple([make(item) for make, item in zip(makers, value, strict=True)])
 
 
+def _numbers(count: int | None, otherwise: Callable[[Any], Any], value: Any) -> tuple[int, ...]:
+    """Whole numbers at once, of which records have the most; ``otherwise`` says what is wrong."""
+    if type(value) is list and value and count in (None, len(value)):
+        if {*map(type, value)} == {int} and min(value) >= 0:
+            return tuple(value)
+    return otherwise(value)
+
+
 def _by_name(make: Callable[[Any], Any], value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise Unsound("a map", value)
     found = {}
-    for name, item in value.items():
-        if type(name) is not str:
-            raise Unsound("texts as keys", name)
-        try:
+    name: Any = None
+    try:
+        for name, item in value.items():
             found[name] = make(item)
-        except Unsound as error:
-            raise error.within(f"[{shown(name)}]") from None
+    except Unsound as error:
+        raise error.within(f"[{shown(name)}]") from None
+    if {*map(type, found)} - {str}:
+        raise Unsound("texts as keys", [*found])
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import ml_dtypes
+import msgpack
 import numpy as np
 import pytest
 from golden import make_golden
@@ -18,7 +19,8 @@ from deltackpt import integrity, manifest
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
-VERSIONS = PLAIN + PARTS
+REPEATED = sorted(path for path in Path(make_golden.__file__).parent.glob("repeated-v*"))
+VERSIONS = PLAIN + PARTS + REPEATED
 ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodings-v*"))
 
 
@@ -82,3 +84,13 @@ def test_the_current_format_has_golden_checkpoints():
     assert f"v{manifest.FORMAT_VERSION}" in [path.name for path in VERSIONS]
     assert f"parts-v{manifest.FORMAT_VERSION}" in [path.name for path in PARTS]
     assert f"encodings-v{manifest.FORMAT_VERSION}" in [path.name for path in ENCODED]
+    assert f"repeated-v{manifest.FORMAT_VERSION}" in [path.name for path in REPEATED]
+
+
+@pytest.mark.parametrize("version", VERSIONS + ENCODED, ids=lambda path: path.name)
+def test_records_repeat_their_version_where_its_checksum_covers_it(version):
+    """Those that were written before they did stay as they are, and readable."""
+    paths = sorted(version.rglob("*.msgpack"))
+    heads = [msgpack.unpackb(path.read_bytes()) for path in paths]
+    found = {msgpack.unpackb(head["body"]).get("format_version") for head in heads}
+    assert found == {heads[0]["version"] if version in REPEATED else None}

@@ -368,7 +368,7 @@ def replaced(root_dir: Path) -> Iterator[None]:
 
 
 FUZZED = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -382,6 +382,19 @@ def fuzzed(written, request, tmp_path_factory) -> Path:
 @FUZZED
 @given(data=st.data())
 def test_any_value_of_a_record_may_be_any_other(fuzzed, data):
+    change_values(fuzzed, data)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(FUZZED, max_examples=1000)
+@given(data=st.data())
+def test_any_value_of_a_record_may_be_any_other_a_thousand_times(fuzzed, data):
+    change_values(fuzzed, data)
+
+
+def change_values(fuzzed: Path, data: st.DataObject) -> None:
+    """Reads a directory in which some values of a record are others, its checksums right."""
     with replaced(fuzzed):
         for _ in range(data.draw(st.integers(1, 3))):
             path = data.draw(st.sampled_from(step_records(fuzzed)))
@@ -411,7 +424,19 @@ def test_any_value_of_a_record_may_be_any_other(fuzzed, data):
 @FUZZED
 @given(data=st.data())
 def test_any_bytes_of_a_record_may_be_others(fuzzed, written, data):
-    """Without a right checksum: what is read is right."""
+    change_bytes(fuzzed, written, data)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@settings(FUZZED, max_examples=1000)
+@given(data=st.data())
+def test_any_bytes_of_a_record_may_be_others_a_thousand_times(fuzzed, written, data):
+    change_bytes(fuzzed, written, data)
+
+
+def change_bytes(fuzzed: Path, written: dict[str, Path], data: st.DataObject) -> None:
+    """Reads a directory in which some bytes are others: what can be read is right."""
     steps = sorted(int(path.name) for path in fuzzed.iterdir() if path.name.isdecimal())
     wanted = {step: contents(written[fuzzed.name], step) for step in steps}
     with replaced(fuzzed):
@@ -449,3 +474,46 @@ def test_lists_that_say_to_be_longer_than_the_record_take_no_memory():
         assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
     finally:
         tracemalloc.stop()
+
+
+OBSERVED = """
+import sys, warnings
+from pathlib import Path
+import deltackpt, test_hostile_records as t
+from golden import make_golden
+warnings.simplefilter("ignore")
+RUNS_CODE = {"exec", "compile", "import", "pickle.find_class", "marshal.loads", "os.system",
+             "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "ctypes.dlopen"}
+seen = None
+sys.addaudithook(lambda event, args: seen is not None and event in RUNS_CODE and
+                 seen.append((event, str(args)[:200])))
+def read(directory):
+    assert not t.read_all(directory)
+    options = deltackpt.ManagerOptions(read_only=True)
+    with deltackpt.CheckpointManager(
+        directory, handlers=make_golden.handlers(), options=options
+    ) as manager:
+        return manager.restore(30)
+def values(directory):
+    found = read(directory)
+    assert found.step == 30
+first, second = map(Path, sys.argv[1:])
+values(first)  # What is imported and compiled lazily.
+seen = []
+values(second)
+found, seen = seen, None
+assert not found, found
+"""
+
+
+@pytest.mark.parametrize("kind", ["parts-v1", "encodings-v1"])
+def test_reading_a_directory_runs_no_code_of_it(kind, tmp_path):
+    for name in ("first", "second"):
+        shutil.copytree(GOLDEN / kind, tmp_path / name)
+    found = subprocess.run(
+        [sys.executable, "-c", OBSERVED, str(tmp_path / "first"), str(tmp_path / "second")],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]

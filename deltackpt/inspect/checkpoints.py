@@ -83,9 +83,9 @@ class Save:
     def committed_at(self) -> float | None:
         """When Orbax committed it, in seconds since 1970; None where it does not say so."""
         try:
-            found = json.loads((self.path / layout.STEP_METADATA).read_bytes())
+            found = json.loads(files.read_bytes(self.path / layout.STEP_METADATA))
             return found["commit_timestamp_nsecs"] / 1e9
-        except (OSError, ValueError, KeyError, TypeError):
+        except (RestoreError, OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
 

@@ -338,7 +338,7 @@ def _chunk_file(path: Path) -> Iterator[io.FileIO]:
     """The file of a chunk; where it cannot be opened the chunk is damaged."""
     name = files.object_name(path, 7)
     try:
-        file = open(path, "rb", buffering=0)
+        file = open(path, "rb", buffering=0, opener=_without_waiting)
     except FileNotFoundError as error:
         raise Damaged(name, "a chunk", "no such file") from error
     except OSError as error:
@@ -353,6 +353,11 @@ def _chunk_file(path: Path) -> Iterator[io.FileIO]:
                 f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
                 "system and its permissions, then try again"
             ) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe in its place would wait for somebody to write."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_chunk(path: Path, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int) -> None:

@@ -3,9 +3,10 @@
 
 Run ``python tests/golden/make_golden.py`` after a change of ``FORMAT_VERSION``, and commit what it
 writes beside the earlier versions, which every later deltackpt goes on reading. ``v<n>`` holds
-states that a formula gives; ``parts-v<n>`` the same, written by two processes; ``encodings-v<n>``
-what codecs made of them, and the digests of what is decoded: encoders may improve, decoding may
-not change.
+states that a formula gives; ``parts-v<n>`` the same, written by two processes; ``repeated-v<n>``
+the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
+codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
+change.
 """
 
 from __future__ import annotations
@@ -188,6 +189,9 @@ def main() -> None:
     parts = HERE / f"parts-v{manifest.FORMAT_VERSION}"
     if not parts.exists():
         write_in_two_processes(parts)
+    repeated = HERE / f"repeated-v{manifest.FORMAT_VERSION}"
+    if not repeated.exists():
+        write(repeated, HANDLERS, state_at)
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)
