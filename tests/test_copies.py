@@ -443,15 +443,18 @@ def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
     assert not list(tmp_path.rglob("escaped"))
 
 
-def test_a_parent_that_is_no_step_is_damage(run, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "expected"), [("../1", "the name of a directory"), ("one", "a step as its parent")]
+)
+def test_a_parent_that_is_no_step_is_damage(name, expected, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     path = root / "2" / "embeddings" / layout.manifest_name(0)
     record = manifest.from_bytes(path.read_bytes(), name="m")
     assert record.parent is not None
-    wrong = dataclasses.replace(record.parent, step_dir="../1")
+    wrong = dataclasses.replace(record.parent, step_dir=name)
     path.write_bytes(manifest.to_bytes(dataclasses.replace(record, parent=wrong)))
-    with pytest.raises(Damaged, match="a step as its parent"):
+    with pytest.raises(Damaged, match=expected):
         copy(root, tmp_path / "target")
 
 
