@@ -33,6 +33,12 @@ class TableSelectionError(DeltackptError, ValueError):
     code = "table-selection"
 
 
+class UnsupportedLeaf(DeltackptError, TypeError):
+    """The state holds a leaf that cannot be stored; nothing was begun."""
+
+    code = "unsupported-leaf"
+
+
 class TrackingError(DeltackptError):
     """The touched rows do not cover what changed, or the tracking does not fit the tables."""
 

@@ -58,7 +58,7 @@ def group_tables(
       slot_codec: likewise for slots.
 
     Raises:
-      TableSelectionError: a codec's pattern matches no table.
+      TableSelectionError: a codec's pattern matches no table, or a dtype cannot be stored.
       OptionError: a codec cannot hold the rows of a table.
     """
     names = [table.name for table in found]
@@ -67,6 +67,8 @@ def group_tables(
     rows_of: dict[Any, int] = {}
     placed = []
     for table in found:
+        for field, (i, _) in table.fields.items():
+            _check_dtype(f"table {table.name}, {field}", np.dtype(flat.leaves[i].dtype))
         specs = tuple(
             _field_spec(field, flat.leaves[i], always)
             for field, (i, always) in sorted(table.fields.items(), key=_values_first)
@@ -122,6 +124,14 @@ def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, Cod
 def _first_match(given: Mapping[str, _OneOption], name: str) -> _OneOption:
     matching = (choice for pattern, choice in given.items() if paths.matches(pattern, name))
     return next(matching, "raw")
+
+
+def _check_dtype(what: str, dtype: np.dtype) -> None:
+    if not codecs.can_store(dtype):
+        raise TableSelectionError(
+            f"{what}: expected numbers that Zarr can hold, in this machine's order of bytes, found "
+            f"{dtype!r}; cast it, as by x.astype(x.dtype.newbyteorder('='))"
+        )
 
 
 def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:

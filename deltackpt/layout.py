@@ -32,6 +32,12 @@ DENSE_ITEM = "dense"
 STEP_DIGESTS = "digests.step.msgpack"
 #: What Orbax says of a step: its items, metrics and times.
 STEP_METADATA = "_CHECKPOINT_METADATA"
+#: What Orbax's PyTree handler says of an item's leaves, in the item.
+PYTREE_METADATA = "_METADATA"
+#: Every file of Orbax's and ours that stands beside the items of a step.
+_STEP_FILES = (STEP_DIGESTS, STEP_METADATA, "commit_success.txt")
+#: What Orbax calls an item, or a step, that is not whole yet.
+_TEMPORARY = ".orbax-checkpoint-tmp"
 #: Moved-aside steps of a rolled-back run, beside the steps.
 ROLLED_BACK = "rolled-back"
 #: Steps that are being deleted: renamed here first, then emptied.
@@ -56,6 +62,13 @@ _FAILURE = re.compile(r"failed\.(\d+)\.json")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
 _COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
+
+
+def is_item_name(name: object) -> bool:
+    """Whether an item may be called so: one folder in a step, with a name to itself."""
+    if not isinstance(name, str) or name in ("", ".", "..", DENSE_ITEM, *_STEP_FILES):
+        return False
+    return "/" not in name and _TEMPORARY not in name and step_digests_process(name) is None
 
 
 def manifest_name(process: int) -> str:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from deltackpt import touched as touch_state
 from deltackpt.errors import (
     ClosedError,
     DeltackptError,
+    ForeignDirectory,
     NoIntactStep,
     OptionError,
     PeerFailed,
@@ -42,7 +43,7 @@ from deltackpt.errors import (
 )
 from deltackpt.fingerprint import RowTracker
 from deltackpt.handlers import commit, dense, retention, v0, waiting
-from deltackpt.handlers.items import sorted_handlers
+from deltackpt.handlers.items import restore_args, save_args, sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs, remove_by
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Clocks, Lineage, Reading, new_run
@@ -72,6 +73,13 @@ class _SaveArguments:
     items: Items | None = None
     metrics: Mapping[str, float] | None = None
     force_base: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.touched is None or isinstance(self.touched, TouchState)):
+            raise OptionError(
+                "touched: expected the TouchState that deltackpt.touched.init() made and mark() "
+                f"gave back, found {type(self.touched).__name__}; give that"
+            )
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,6 +139,11 @@ class CheckpointManager:
           OptionError: the handlers or options cannot work.
           UnsupportedRoot, ForeignDirectory, StorageError: the directory cannot be used.
         """
+        if not (options is None or isinstance(options, ManagerOptions)):
+            raise OptionError(
+                "options: expected a deltackpt.ManagerOptions, found "
+                f"{type(options).__name__}; give e.g. ManagerOptions(retention=3)"
+            )
         self.options = options or ManagerOptions()
         self._sinks = sinks
         self._item, self._tables, self._extra = sorted_handlers(handlers)
@@ -332,6 +345,7 @@ class CheckpointManager:
         Raises:
           NoIntactStep: steps were committed and none is intact.
           StepGone: every step was removed while it was read.
+          ForeignDirectory: none of them is ours, or of the item's name.
           TemplateMismatch, FormatTooNew: the newest step is intact and needs something else.
         """
         with self._lock:
@@ -355,15 +369,22 @@ class CheckpointManager:
                         continue
                     self._tell_failure("skip", step, error, began)
                     skipped.append((step, error))
-                    warnings.warn(
-                        f"step {step} is skipped, it is not intact: {error}", stacklevel=2
-                    )
+                    if not isinstance(error, ForeignDirectory):
+                        warnings.warn(
+                            f"step {step} is skipped, it is not intact: {error}", stacklevel=2
+                        )
                     continue
+                for foreign, error in skipped:
+                    if isinstance(error, ForeignDirectory):
+                        warnings.warn(f"step {foreign} is skipped: {error}", stacklevel=2)
                 return dataclasses.replace(result, skipped=tuple(skipped))
             if gone and not skipped:
                 self._tell_failure("restore", gone[0][0], gone[0][1], started)
                 raise gone[0][1]
             if skipped:
+                if all(isinstance(error, ForeignDirectory) for _, error in skipped):
+                    # No copy of the directory helps: it is another one, or the item is.
+                    raise skipped[0][1]
                 error = NoIntactStep(
                     f"{self._root.path}: expected an intact step, found {len(skipped)} steps and "
                     f"none intact, the newest because {skipped[0][1]}; copy the directory back "
@@ -469,6 +490,8 @@ class CheckpointManager:
 
     def _save(self, step: int, state: Any, arguments: _SaveArguments, when_busy: WhenBusy) -> Saved:
         started = time.perf_counter()
+        items = save_args(arguments.items, self._extra)
+        arguments = dataclasses.replace(arguments, items=items)
         with self._lock:
             self._check_usable(writing=True)
             if when_busy != "wait" and self._all_busy():
@@ -492,7 +515,8 @@ class CheckpointManager:
         if self._peers.count == 1:
             # Of several processes one holds the lease: its commit checks it, and tells the others.
             self._root.check_lease()
-        split = self._split(state)
+        # First of all: what cannot be stored leaves even a rollback undone.
+        split = self._split(state, dense_fault=dense.fault)
         if self._tracker is None:
             self._go_back(split, arguments.touched)
         self._check_step(step)
@@ -527,7 +551,7 @@ class CheckpointManager:
             with barrier_secs(self.options.timeouts.peers_secs):
                 self._orbax.save(
                     step,
-                    args=ocp.args.Composite(**args, **dict(arguments.items or {})),
+                    args=ocp.args.Composite(**args, **(arguments.items or {})),
                     metrics=arguments.metrics,
                     force=True,
                 )
@@ -566,8 +590,10 @@ class CheckpointManager:
             )
         return self._tracker.look(split.fields, split.layout)
 
-    def _split(self, state: Any) -> Split:
-        split = tables.split(state, self._tables)
+    def _split(
+        self, state: Any, *, dense_fault: Callable[[Any], str | None] | None = None
+    ) -> Split:
+        split = tables.split(state, self._tables, dense_fault=dense_fault)
         # Fingerprints see more than the marks in a state.
         return split if self._tracker is None else dataclasses.replace(split, marks=())
 
@@ -802,6 +828,7 @@ class CheckpointManager:
         service: Service = None,
     ) -> Restored:
         started = time.perf_counter()
+        items = restore_args(items, self._extra)
         with self._peers.together(f"finding step {step}"):
             found = self._steps.find(step, template, rows, service)
         found_at = time.perf_counter()

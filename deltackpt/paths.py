@@ -150,6 +150,8 @@ def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> l
 
 def table_fault(leaf: Any) -> str | None:
     """Why a leaf cannot be a table, None where it can: shape (rows, ...), a plain dtype."""
+    if leaf is ...:
+        return "is a placeholder; to read some tables alone call restore(step, tables=...)"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return f"is a {type(leaf).__name__}, not an array"
@@ -162,3 +164,24 @@ def table_fault(leaf: Any) -> str | None:
     if 0 in shape:
         return f"has shape {tuple(shape)}, without any element"
     return None
+
+
+def narrowed(leaf: Any) -> str | None:
+    """What is wrong with a template's leaf whose 64-bit numbers jax would cut to 32 bits.
+
+    Args:
+      leaf: an array or a ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      The problem and its cures; None where jax keeps them, or the leaf is a numpy array.
+    """
+    if isinstance(leaf, np.ndarray) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return None
+    kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if kept == leaf.dtype:
+        return None
+    return (
+        f"expected a template whose {leaf.dtype.name} jax can hold, found that it would be cut to "
+        f'{kept.name}, since jax_enable_x64 is off; call jax.config.update("jax_enable_x64", True) '
+        "first, or make this leaf of the template a numpy array"
+    )

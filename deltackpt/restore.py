@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from deltackpt import codecs, ownership
-from deltackpt.blocks import Box
+from deltackpt import codecs, ownership, paths
+from deltackpt.blocks import VALUES, Box
 from deltackpt.errors import TemplateMismatch
-from deltackpt.manifest import Layout
+from deltackpt.manifest import KeyPath, Layout
 from deltackpt.reader import RestoredTables, Wanted, restore_tables
 from deltackpt.stored import StoredSave, read_chain
 
@@ -48,6 +48,7 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
     for name, fields in abstract.tables.items():
         for field, leaf in fields.items():
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
+            _check_width(f"table {name}, {field}", leaf)
     merged = restore_tables(saves, wanted=wanted_of(abstract.tables))
     return dataclasses.replace(merged, placed=place(merged, abstract.tables))
 
@@ -75,6 +76,11 @@ def _check_leaf(name: str, field: str, wanted: Any, stored: Any) -> None:
             f"table {name}, {field}: expected by the template {wanted.dtype}{wanted.shape}, found "
             f"in the step {found or 'no such array'}; ask for what metadata() shows"
         )
+
+
+def _check_width(what: str, leaf: Any) -> None:
+    if problem := paths.narrowed(leaf):
+        raise TemplateMismatch(f"{what}: {problem}")
 
 
 def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
@@ -182,15 +188,19 @@ def check_template(
       save: the step.
 
     Raises:
-      TemplateMismatch: a table or slot is missing on either side, or differs in shape or dtype.
+      TemplateMismatch: a table or slot is missing on either side, differs in shape or dtype, or has
+        a dtype that jax would cut to 32 bits.
     """
     step = save.info.save_id.step
+    for table, leaves in fields.items():
+        for field, leaf in leaves.items():
+            _check_width(f"step {step}, table {table}, {field}", leaf)
     found, wanted = _described(save.layout), _described(expected)
     for name in sorted(found.keys() | wanted.keys()):
         have, want = found.get(name), wanted.get(name)
         if have == want:
             continue
-        advice = "give the state that was saved as the template, or restore without one"
+        advice = _advice(name, expected, save.layout)
         if have is not None and want is not None and have[1:] == want[1:] and have[0] < want[0]:
             table, field = name
             if isinstance(fields[table][field], (jax.Array, np.ndarray)):
@@ -203,6 +213,28 @@ def check_template(
             f"step {step}, table {name[0]}, {name[1]}: expected by the template {_shown(want)}, "
             f"found in the step {_shown(have)}; {advice}"
         )
+
+
+def _advice(name: tuple[str, str], expected: Layout, stored: Layout) -> str:
+    """What to do about a table or slot that only one of template and step has."""
+    asked, held = _leaf_of(name, expected), _leaf_of(name, stored)
+    if held is not None and held in {leaf.path for leaf in expected.dense}:
+        side = "by the manager's Tables"
+    elif asked is not None and asked in {leaf.path for leaf in stored.dense}:
+        side = "in the step"
+    else:
+        return "give the state that was saved as the template, or restore without one"
+    option = "select" if name[1] == VALUES else "slots"
+    tables = ", ".join(sorted(table.name for table in stored.tables))
+    return (
+        f"it is a dense leaf {side}, so the step was saved with another Tables({option}=...): "
+        f"choose as it was then (its tables are {tables}), or restore without a template"
+    )
+
+
+def _leaf_of(name: tuple[str, str], target: Layout) -> KeyPath | None:
+    table, field = name
+    return next((one.leaves.get(field) for one in target.tables if one.name == table), None)
 
 
 def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:

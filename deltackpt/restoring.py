@@ -275,7 +275,7 @@ class StepReader:
             dense.check(abstract, metadata, found.step)
         args = dense.restore_args(abstract, metadata)
         restored = self._restored(found.step, **{layout.DENSE_ITEM: args})
-        return dense.restored(restored[layout.DENSE_ITEM], abstract)
+        return dense.restored(restored[layout.DENSE_ITEM], abstract, found.step)
 
     def _restored(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
         """Items restored by Orbax, which has all processes meet at a barrier afterwards.

@@ -137,7 +137,8 @@ class Root:
         Raises:
           InUse: another epoch than ``after_epoch`` holds the lease.
           UnsupportedRoot: the path has a scheme, or characters that Orbax cannot save under.
-          ForeignDirectory: it holds files, and nothing that deltackpt or Orbax wrote.
+          ForeignDirectory: it holds files, and nothing that deltackpt or Orbax wrote; or, where it
+            is not opened read-only, its newest step has no item of that name.
           OutOfSpace: there is no room for the lease, leftovers removed.
           StorageError: it does not exist (read-only), or cannot be written.
         """
@@ -165,6 +166,7 @@ class Root:
             )
         _make_durable(path)
         _refuse_foreign(path)
+        _refuse_other_item(path, item)
         root = cls(path, item, _claim_lease(path, after_epoch), given=given)
         # Before the claim is signed: on a full file system the leftovers are what fills it.
         root.remove_leftovers()
@@ -498,6 +500,13 @@ def _refuse_foreign(path: Path) -> None:
             f"{path}: expected a directory of steps, found a step; give {path.parent}, and "
             f"{path.name} as the step"
         )
+    folders = [path, *(path / name for name in names if layout.step_number(name) is None)]
+    if any((folder / layout.PYTREE_METADATA).is_file() for folder in folders):
+        raise ForeignDirectory(
+            f"{path}: expected a directory of steps, found a checkpoint of stock Orbax; make it "
+            f"the first base of a directory of its own with 'deltackpt import {path} NEW_DIRECTORY "
+            "--tables PATTERN', and go on there"
+        )
     if names and not any(is_known(name) for name in names):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found "
@@ -564,6 +573,14 @@ def is_known(name: str) -> bool:
         or layout.step_number(name) is not None
         or is_leftover(name)
     )
+
+
+def _refuse_other_item(path: Path, item: str) -> None:
+    """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
+    steps = [name for name in _listing(path) if layout.step_number(name) is not None]
+    newest = path / max(steps, key=int, default="")
+    if steps and newest.is_dir() and not (newest / item).is_dir():
+        raise stored.foreign(newest, item)
 
 
 def epochs(path: Path) -> Iterator[int]:

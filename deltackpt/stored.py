@@ -234,18 +234,41 @@ def read_save(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> StoredSave:
             "list the steps with all_steps()"
         )
     if not item_dir.is_dir():
-        raise ForeignDirectory(
-            f"{step_dir}: expected an item {item!r} written by deltackpt, found "
-            f"{_names(step_dir)}; check the directory and the item's name, or restore it with the "
-            "library that wrote it"
-        )
+        raise foreign(step_dir, item)
     return _read_save(step_dir, item, item_dir)
 
 
-def _names(step_dir: Path) -> list[str]:
+def foreign(step_dir: Path, item: str) -> ForeignDirectory:
+    """What is wrong with a step that has no item of ours by some name: what it holds instead."""
+    entries = _entries(step_dir)
+    found: object = [path.name for path in entries]
+    ours = [path.name for path in entries if (path / layout.manifest_name(0)).is_file()]
+    if ours:
+        found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
+        action = (
+            f"give the manager handlers={{{ours[0]!r}: Tables(...)}}, or what reads the steps item="
+            f"{ours[0]!r} (--item {ours[0]})"
+        )
+    elif any((path / layout.PYTREE_METADATA).is_file() for path in (step_dir, *entries)):
+        items = [path.name for path in entries if path.is_dir()]
+        found = f"a step of stock Orbax with the items {items}"
+        action = (
+            f"make it the first base of a directory of its own with 'deltackpt import "
+            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and go on there"
+        )
+    else:
+        action = (
+            "check the directory and the item's name, or restore it with the library that wrote it"
+        )
+    return ForeignDirectory(
+        f"{step_dir}: expected an item {item!r} written by deltackpt, found {found}; {action}"
+    )
+
+
+def _entries(step_dir: Path) -> list[Path]:
     """What a step holds; nothing where it goes meanwhile."""
     try:
-        return sorted(path.name for path in step_dir.iterdir())
+        return sorted(step_dir.iterdir())
     except FileNotFoundError:
         return []
 

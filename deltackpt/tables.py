@@ -11,15 +11,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
 
 from deltackpt import blocks, paths, slots
 from deltackpt import touched as tracking
-from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
+from deltackpt.errors import (
+    OptionError,
+    TableSelectionError,
+    TemplateMismatch,
+    TrackingError,
+    UnsupportedLeaf,
+)
 from deltackpt.groups import CodecOption, TableFields, group_tables
 from deltackpt.manifest import DenseLeaf, KeyPath, Layout, path_name
 from deltackpt.paths import Flat, Select
@@ -28,6 +36,8 @@ from deltackpt.touched import Marks, TouchState
 
 #: Layouts that one Tables remembers; a training run has one or two.
 _REMEMBERED = 16
+#: Fewer bytes of slots in the dense part of each save cost nothing worth a warning.
+_DENSE_SLOT_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,9 +48,10 @@ class Tables:
       select: paths of the tables in the state; optimizer states are never searched. ``*`` stays
         within one step of a path, ``**`` crosses them.
       slots: None finds slots by optax's tree mapping; an empty mapping declares that there are
-        none (optimizer states are then saved whole). Else table path pattern to slot name to the
-        slot's path, in which ``{table}`` stands for the table's path and ``{name}`` for its last
-        step; the tables that no pattern matches keep the slots that are found.
+        none (optimizer states are then saved whole, and a warning says so where that is much).
+        Else table path pattern to slot name to the slot's path, in which ``{table}`` stands for the
+        table's path and ``{name}`` for its last step; the tables that no pattern matches keep the
+        slots that are found.
       always: names of slots whose rows all move at every step, written whole at each save;
         a pattern matches the whole name or its last step. Adafactor's are known.
       codec: how the tables' values are stored: the name of a codec for the rows of deltas, a
@@ -104,6 +115,8 @@ class _Plan:
     """What to take from which position of the flattened state."""
 
     layout: Layout
+    #: Of dense leaves that are slots of tables by their structure.
+    dense_slots: tuple[int, ...]
     codecs: dict[str, dict[str, CodecChoice]]
     fields: dict[str, dict[str, int]]
     dense: tuple[tuple[tuple[str, ...], int], ...]
@@ -112,15 +125,23 @@ class _Plan:
 
 
 _plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
+#: Those whose dense leaves can be stored, with the numbers of those whose value decides.
+_storable: weakref.WeakKeyDictionary[_Plan, list[int]] = weakref.WeakKeyDictionary()
+#: Those whose user was told of slots that are saved whole each time.
+_warned: weakref.WeakSet[Tables] = weakref.WeakSet()
 
 
-def split(state: Any, tables: Tables) -> Split:
+def split(
+    state: Any, tables: Tables, *, dense_fault: Callable[[Any], str | None] | None = None
+) -> Split:
     """Takes a state apart into tables with slots, dense leaves and the TouchState.
 
     Args:
       state: any pytree: nested dicts, a flax ``TrainState``, an nnx state or module, tuples of
         them. Leaves may be ``jax.Array``, ``np.ndarray`` or abstract.
       tables: which leaves are tables.
+      dense_fault: of a state that is to be saved: why a leaf cannot be stored as a dense one. It
+        is asked once for each structure, and each time about leaves without a dtype.
 
     Returns:
       The parts; leaves are those of the state, not copies.
@@ -128,9 +149,13 @@ def split(state: Any, tables: Tables) -> Split:
     Raises:
       TableSelectionError: a pattern matches nothing, a chosen leaf cannot be a table, a path
         names two leaves, or slots are ambiguous; the message lists the paths.
+      UnsupportedLeaf: a dense leaf cannot be stored.
     """
     leaves, treedef = paths.flatten(state, tracking.is_touch_state)
     plan = _plan_of(state, tables, leaves, treedef)
+    if dense_fault is not None:
+        _check_storable(plan, leaves, dense_fault)
+        _tell_dense_slots(plan, leaves, tables)
     fields = {
         name: {field: leaves[i] for field, i in positions.items()}
         for name, positions in plan.fields.items()
@@ -299,14 +324,52 @@ def _signature(leaf: Any) -> Any:
     except AttributeError:
         if isinstance(leaf, TouchState):
             return TouchState
-        return getattr(leaf, "shape", type(leaf)), getattr(leaf, "dtype", None)
+        return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+
+
+def _check_storable(
+    plan: _Plan, leaves: list[Any], dense_fault: Callable[[Any], str | None]
+) -> None:
+    numbers = _storable.get(plan)
+    faults = []
+    for number in range(len(plan.dense)) if numbers is None else numbers:
+        if fault := dense_fault(leaves[plan.dense[number][1]]):
+            name = path_name(plan.layout.dense[number].path) or "(the state itself)"
+            faults.append(f"{name} {fault}")
+    if faults:
+        raise UnsupportedLeaf(
+            f"save: expected leaves that can be stored, found\n{paths.listed(faults)}\n"
+            "make each an array of plain numbers (np.frombuffer(it, np.uint8) of bytes, "
+            "it.view(np.int64) of dates, it.astype(np.uint8) of uint4, np.complex128(it)), or take "
+            "it out of the state and give it to save(items=...), as JSON for instance"
+        )
+    if numbers is None:
+        values = enumerate(leaves[i] for _, i in plan.dense)
+        _storable[plan] = [number for number, leaf in values if not hasattr(leaf, "dtype")]
+
+
+def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
+    """Warns, once for a choice of tables, of slots that each save holds whole."""
+    nbytes = sum(math.prod(leaves[i].shape) * leaves[i].dtype.itemsize for i in plan.dense_slots)
+    if nbytes < _DENSE_SLOT_BYTES or tables in _warned:
+        return
+    _warned.add(tables)
+    paths_of = {i: entry.path for entry, (_, i) in zip(plan.layout.dense, plan.dense, strict=True)}
+    names = paths.listed(path_name(paths_of[i]) for i in plan.dense_slots)
+    warnings.warn(
+        f"{nbytes / 1e6:.1f} MB of slots go whole into each save, since Tables(slots=...) names "
+        f"other slots of their tables, or none:\n{names}\nleave slots out, so that they are "
+        "found, or name each of them",
+        stacklevel=7,
+    )
 
 
 def _find_plan(state: Any, tables: Tables) -> _Plan:
     flat = paths.flatten_with_paths(state, tracking.is_touch_state)
     places = tuple(tracking.places(flat))
     tracked = {i for place in places for i in place.positions}
-    found = _choose(state, flat, tables, tracked)
+    optimizer = slots.optimizer_leaves(state, flat)
+    found = _choose(flat, tables, tracked, optimizer)
     taken = {i for table in found for i, _ in table.fields.values()} | tracked
     dense = [i for i in range(len(flat.leaves)) if i not in taken]
     grouped = group_tables(found, flat, tables.codec, tables.slot_codec)
@@ -320,7 +383,9 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     # A plan outlives the state: it keeps where the TouchState stands, not its arrays.
     kept = tuple(place._replace(touched=TouchState(None, {}, None)) for place in places)  # pyright: ignore[reportArgumentType]
     keys = tuple((_dense_key(flat.paths[i]), i) for i in dense)
-    return _Plan(layout, grouped.choices, fields, keys, kept, _windows(flat))
+    dense_slots = _dense_slots(flat, tables, found, taken, optimizer)
+    windows = _windows(flat)
+    return _Plan(layout, dense_slots, grouped.choices, fields, keys, kept, windows)
 
 
 def _windows(flat: Flat) -> tuple[tuple[int, int], ...]:
@@ -338,9 +403,27 @@ def _windows(flat: Flat) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _choose(state: Any, flat: Flat, tables: Tables, tracked: set[int]) -> list[TableFields]:
+def _dense_slots(
+    flat: Flat,
+    tables: Tables,
+    found: list[TableFields],
+    taken: set[int],
+    optimizer: list[bool | None],
+) -> tuple[int, ...]:
+    """Positions of leaves that are slots of tables by their structure, and were not declared."""
+    if tables.slots is None:
+        return ()
+    chosen = [table.fields[blocks.VALUES][0] for table in found]
+    with contextlib.suppress(TableSelectionError):  # It cannot be said whose they are.
+        all_slots = slots.find_slots(flat, chosen, optimizer)
+        return tuple(sorted({slot.leaf for slot in all_slots} - taken))
+    return ()
+
+
+def _choose(
+    flat: Flat, tables: Tables, tracked: set[int], optimizer: list[bool | None]
+) -> list[TableFields]:
     """The tables with their slots, in the order of their names."""
-    optimizer = slots.optimizer_leaves(state, flat)
     names = [path_name(path) for path in flat.paths]
     usable = [
         i for i in range(len(names)) if i not in tracked and not paths.is_empty(flat.leaves[i])
@@ -403,10 +486,11 @@ def _explicit_slots(
             for slot, select in declared.items():
                 leaf = _declared_leaf(found[i].name, slot, select, flat, names, usable)
                 rows, shape = flat.leaves[i].shape[0], getattr(flat.leaves[leaf], "shape", ())
-                if paths.table_fault(flat.leaves[leaf]) or shape[:1] != (rows,):
+                fault = paths.table_fault(flat.leaves[leaf])
+                if fault or shape[:1] != (rows,):
                     raise TableSelectionError(
                         f"slots: slot {slot!r} of table {found[i].name}: expected {rows} rows, "
-                        f"found shape {tuple(shape)} at {names[leaf]}"
+                        f"found that {names[leaf]} {fault or f'has shape {tuple(shape)}'}"
                     )
                 candidate = slots.Slot(i, leaf, slot, False)
                 always = slots.is_always(candidate, tables.always)

@@ -88,7 +88,7 @@ def init(tables: Mapping[str, Any], *, identity: int | None = None) -> TouchStat
       identity.
 
     Raises:
-      TrackingError: a table has no row axis.
+      TrackingError: a table has no row axis, or ``tables`` is no mapping.
 
     Example:
       >>> state = init({"users": jnp.zeros((4, 2))})
@@ -96,6 +96,11 @@ def init(tables: Mapping[str, Any], *, identity: int | None = None) -> TouchStat
       >>> state.stamps["users"].tolist()
       [0, 1, 0, 1]
     """
+    if not isinstance(tables, Mapping):
+        raise TrackingError(
+            "init: expected a mapping of table names to arrays, found "
+            f"{type(tables).__name__}; give e.g. {{'words': array}}, by the paths of the tables"
+        )
     clock, stamps = jnp.zeros((), jnp.int32), {}
     traced = isinstance(clock, Tracer)
     for name, table in tables.items():

@@ -216,7 +216,7 @@ def test_explicit_slots():
         ({"tabels/*": {}}, r"'tabels/\*' matches no table(.|\n)*  tables/a"),
         ({"tables/*": {"sum": "accumulators/*"}}, r"expected one leaf, found\n  accumulators/a"),
         ({"tables/*": {"sum": "acc/{name}"}}, r"'acc/a' matches nothing(.|\n)*  accumulators/a"),
-        ({"tables/a": {"sum": "wrong"}}, r"expected 6 rows, found shape \(7,\) at wrong"),
+        ({"tables/a": {"sum": "wrong"}}, r"expected 6 rows, found that wrong has shape \(7,\)"),
         ({"tables/*": {"sum": "accumulators/a"}}, "expected 5 rows|claimed more than once"),
         ({"tables/a": {"sum": "tables/a"}}, r"claimed more than once:\n  tables/a"),
     ):

@@ -6,7 +6,13 @@ Decode arithmetic is normative: see ``docs/format.md``. Lossy codecs are encoded
 """
 
 from deltackpt.codecs.codec import Codec, Lossless, StoredArray
-from deltackpt.codecs.dtypes import DTYPES, dtype_of, stored_dtype, without_elements
+from deltackpt.codecs.dtypes import (
+    DTYPES,
+    can_store,
+    dtype_of,
+    stored_dtype,
+    without_elements,
+)
 from deltackpt.codecs.floats import ShorterFloat
 from deltackpt.codecs.registry import (
     BESIDE,
@@ -32,6 +38,7 @@ __all__ = [
     "StoredArray",
     "Uniform",
     "array_name",
+    "can_store",
     "decode_block",
     "dtype_of",
     "get",

@@ -31,6 +31,8 @@ _ML_DTYPES = (
 )
 #: Names of the dtypes that tables may have: of all others a manifest says nothing that is true.
 DTYPES = frozenset((*_NUMPY, *(name for name in _ML_DTYPES if hasattr(ml_dtypes, name))))
+#: Bytes of a number of each kind at most: Zarr v3 has no wider ones.
+_WIDEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
 
 
 @functools.cache
@@ -68,3 +70,15 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.kind in _CORE_KINDS and dtype.isbuiltin == 1:
         return dtype
     return np.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def can_store(dtype: np.dtype) -> bool:
+    """Whether an array comes back as it was: a dtype that its name says all of, and Zarr can hold.
+
+    A name says nothing of the order of bytes.
+    """
+    try:
+        named = dtype_of(dtype.name)
+    except OptionError:
+        return False
+    return named == dtype and dtype.itemsize > 0 and dtype.itemsize <= _WIDEST.get(dtype.kind, 8)

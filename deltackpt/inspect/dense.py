@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from deltackpt import codecs, integrity, stored
+from deltackpt import codecs, integrity, layout, stored
 from deltackpt.errors import Damaged, ForeignDirectory
 from deltackpt.manifest import DenseLeaf as DenseEntry
 from deltackpt.manifest import path_name
 from deltackpt.storage import files
 
-METADATA = "_METADATA"
+METADATA = layout.PYTREE_METADATA
 _STRINGS = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
 #: How our manager stores an array without elements, which Orbax refuses: see handlers/dense.py.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax import tree_util
@@ -91,7 +92,7 @@ class Source:
             stored = handler.metadata(path)
             if template is None:
                 args = dense.restore_args(None, stored)
-                found = dense.restored(handler.restore(path, args=args), None)
+                found = dense.restored(handler.restore(path, args=args), None, self.step or 0)
                 return of_their_kinds(found, self._described)
             leaves = _leaves(stored.tree)
             wanted = _wanted(template, leaves, self.path)
@@ -103,7 +104,7 @@ class Source:
             )
             dense.check(abstract, stored, self.step or 0)
             args = dense.restore_args(abstract, stored)
-            found = dense.restored(handler.restore(path, args=args), abstract)
+            found = dense.restored(handler.restore(path, args=args), abstract, self.step or 0)
         finally:
             handler.close()
         values = _leaves(found)
@@ -322,8 +323,12 @@ def _is_leaf(node: Any) -> bool:
 
 def _as_stored(leaf: Any) -> Any:
     """What asks for a leaf that no template asks for: Orbax restores all or nothing."""
+    if isinstance(leaf, ocp.metadata.StringMetadata):
+        return ""
+    if isinstance(leaf, ocp.metadata.ScalarMetadata):
+        return dense.a_number(leaf)
     if isinstance(leaf, ocp.metadata.ArrayMetadata):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return leaf
 
 

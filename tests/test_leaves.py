@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of leaf: it comes back bit for bit, or is refused before anything begins."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import fractions
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from etils import epath
+
+import deltackpt
+from deltackpt import restore, tables
+from deltackpt.errors import TableSelectionError, TemplateMismatch, UnsupportedLeaf
+from deltackpt.handlers import dense, v0
+
+TABLES = deltackpt.Tables(select="table", slots={"table": {"sum": "sum"}})
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def array(dtype: Any) -> np.ndarray:
+    return np.arange(4).reshape(2, 2).astype(dtype)
+
+
+#: What may stand in a state beside its tables.
+STORABLE = {
+    "none": None,
+    "bool": True,
+    "int": -3,
+    "int64": -(2**63),
+    "uint64": 2**64 - 1,
+    "int enum": Level.LOW,
+    "float": 0.1,
+    "text": "a text",
+    "no text": "",
+    "empty dict": {},
+    "empty list": [],
+    "empty tuple": (),
+    "numpy bool": np.bool_(True),
+    "numpy int8": np.int8(3),
+    "numpy float64": np.float64(0.1),
+    "numpy complex64": np.complex64(1 + 2j),
+    "bfloat16": ml_dtypes.bfloat16(1.5),
+    "float8": ml_dtypes.float8_e4m3fn(1.5),
+    "no axes": np.array(0.1),
+    "booleans": array(bool),
+    "int64s": array(np.int64) + 2**40,
+    "uint64s": array(np.uint64) + np.uint64(2**63),
+    "complex128s": array(np.complex128),
+    "bfloat16s": array(ml_dtypes.bfloat16),
+    "float8s": array(ml_dtypes.float8_e5m2),
+    "float4s": array(ml_dtypes.float4_e2m1fn),
+    "int4s": array(ml_dtypes.int4),
+    "int2s": np.array([1, -1], ml_dtypes.int2),
+    "other order of bytes": array(">f4"),
+    "order of columns": np.asfortranarray(array(np.float32)),
+    "a view": np.arange(10.0)[::2],
+    "no elements": np.zeros((0, 3), ml_dtypes.bfloat16),
+    "no elements of uint4": np.zeros((0, 3), ml_dtypes.uint4),
+    "no elements, other order": np.zeros((2, 0), ">i8"),
+    "jax": jnp.ones((2, 3)),
+    "jax bfloat16": jnp.ones(3, jnp.bfloat16),
+    "jax int4": jnp.ones(3, jnp.int4),
+    "jax float8": jnp.ones(3, jnp.float8_e4m3fn),
+    "jax complex64": jnp.array([1 + 2j]),
+    "jax no elements": jnp.zeros((0, 2)),
+    "key": jax.random.key(1),
+    "keys": jax.random.split(jax.random.key(1), 3),
+    "key of another kind": jax.random.key(1, impl="rbg"),
+}
+
+#: What must not, since Orbax would refuse it, lose some of it, or fail on it in the background.
+REFUSED = {
+    "bytes": b"abc",
+    "bytearray": bytearray(b"abc"),
+    "complex": 1 + 2j,
+    "too large": 2**64,
+    "too small": -(2**63) - 1,
+    "date": datetime.datetime(2020, 1, 1),
+    "object": object(),
+    "function": len,
+    "enum": Colour.RED,
+    "set": {1},
+    "fraction": fractions.Fraction(1, 2),
+    "path": Path("/x"),
+    "placeholder": ...,
+    "abstract": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "text of ours": "deltackpt:empty:float32:0,3",
+    "numpy text": np.str_("abc"),
+    "numpy date": np.datetime64("2020-01-01"),
+    "texts": np.array(["ab", "c"]),
+    "byte texts": np.array([b"ab"]),
+    "dates": np.array(["2020-01-01"], "M8[D]"),
+    "objects": np.array([None, 1], object),
+    "records": np.zeros(2, [("a", "i4")]),
+    "long doubles": np.zeros(2, np.longdouble),
+    "masked": np.ma.array([1, 2], mask=[0, 1]),
+    "uint4": np.array([1, 3], ml_dtypes.uint4),
+    "jax uint4": jnp.ones(3, jnp.uint4),
+    "float6": np.array([1.0], ml_dtypes.float6_e2m3fn),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "no keys": jax.random.split(jax.random.key(1), 3)[:0],
+}
+
+
+def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": TABLES},
+        options=deltackpt.ManagerOptions(**options),
+    )
+
+
+def with_tables(leaves: dict[str, Any]) -> dict[str, Any]:
+    return {"table": jnp.ones((4, 2)), "sum": jnp.zeros(4), "leaves": leaves}
+
+
+def bits(leaf: Any) -> bytes:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def assert_same_leaf(found: Any, expected: Any, name: str) -> None:
+    if not hasattr(expected, "dtype"):
+        assert type(found) is type(expected) and found == expected, name
+        return
+    assert (found.dtype, np.shape(found)) == (expected.dtype, np.shape(expected)), name
+    assert isinstance(found, jax.Array) == isinstance(expected, jax.Array), name
+    assert bits(found) == bits(expected), name
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
+    """A step with every leaf that can be stored."""
+    with manager(tmp_path_factory.mktemp("leaves") / "root") as saver:
+        saver.save(1, with_tables(STORABLE))
+        saver.wait()
+        yield saver
+
+
+def test_every_leaf_that_can_be_stored_comes_back_bit_for_bit(stored):
+    found = stored.restore(1, with_tables(STORABLE)).state["leaves"]
+    for name, leaf in STORABLE.items():
+        assert_same_leaf(found[name], leaf, name)
+
+
+def test_without_a_template_every_number_comes_back(stored):
+    found = stored.restore(1).state["leaves"]
+    for name, leaf in STORABLE.items():
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            assert np.shape(found[name])[: np.ndim(leaf)] == np.shape(leaf), name
+            native = leaf.astype(found[name].dtype) if name.startswith("other") else leaf
+            assert bits(found[name]) == bits(native), name
+        else:
+            assert np.all(found[name] == leaf) or (leaf == () and found[name] == []), name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_begins(name, tmp_path):
+    with manager(tmp_path / "root") as saver:
+        with pytest.raises(UnsupportedLeaf, match=r"leaves/odd ") as caught:
+            saver.save(1, with_tables({"odd": REFUSED[name], "even": jnp.ones(2)}))
+        assert "save again" not in str(caught.value)
+        assert "save(items=...)" in str(caught.value)
+        assert not list(saver._root.path.glob("1*"))
+        saver.save(1, with_tables({"even": jnp.ones(2)}))
+        saver.wait()
+
+
+def test_all_leaves_that_cannot_be_stored_are_named(tmp_path):
+    with manager(tmp_path) as saver, pytest.raises(UnsupportedLeaf) as caught:
+        saver.save(1, with_tables({"odd": b"abc", "date": datetime.date(2020, 1, 1)}))
+    assert "leaves/odd is bytes" in str(caught.value)
+    assert "leaves/date is a date" in str(caught.value)
+
+
+def test_leaves_are_looked_at_once_but_for_those_whose_value_decides():
+    asked: list[Any] = []
+
+    def fault(leaf: Any) -> str | None:
+        asked.append(leaf)
+        return dense.fault(leaf)
+
+    choice = deltackpt.Tables(select="table")
+    state = with_tables({"a": jnp.ones(2), "count": 3, "b": np.ones(2)})
+    tables.split(state, choice, dense_fault=fault)
+    assert len(asked) == 4
+    asked.clear()
+    tables.split(state, choice, dense_fault=fault)
+    assert asked == [3]
+    state["leaves"]["count"] = 2**64
+    with pytest.raises(UnsupportedLeaf, match="leaves/count is an integer of more than 64 bits"):
+        tables.split(state, choice, dense_fault=fault)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", np.longdouble, jax.dtypes.float0])
+@pytest.mark.parametrize("which", ["table", "sum"])
+def test_a_table_whose_bytes_would_come_back_as_other_numbers_is_refused(dtype, which, tmp_path):
+    state = with_tables({})
+    state[which] = np.zeros(state[which].shape, dtype)
+    with manager(tmp_path) as saver, pytest.raises(TableSelectionError, match="cast it"):
+        saver.save(1, state)
+
+
+# Templates.
+
+
+WIDE = {
+    "int64": np.full(3, 2**40 + 5),
+    "uint64": np.array([2**63 + 5], np.uint64),
+    "float64": np.array([0.1]),
+    "complex128": np.array([0.1j]),
+    "scalar": np.float64(0.1),
+    "number": 2**40 + 5,
+    "no elements": np.zeros((0, 2), np.int64),
+}
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype)
+
+
+def wide_state() -> dict[str, Any]:
+    return {
+        "table": np.full((4, 2), 2**40 + 5),
+        "sum": np.full(4, 2**40 + 5),
+        "leaves": WIDE,
+    }
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
+    """A step with leaves of 64 bits, written and read with 64-bit types off in jax."""
+    with manager(tmp_path_factory.mktemp("wide") / "root") as saver:
+        saver.save(1, wide_state())
+        saver.wait()
+        yield saver
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("table", "table table, values"), ("sum", r"table table, slot\.sum")]
+    + [(name, f"dense leaf leaves/{name}") for name in WIDE],
+)
+@pytest.mark.parametrize("kind", ["abstract", "array", "sharded"])
+def test_a_template_that_jax_would_cut_to_32_bits_is_refused(wide, name, shown, kind):
+    leaf = wide_state().get(name, WIDE.get(name))
+    asked: Any = abstract(leaf)
+    if kind == "array":
+        with jax.enable_x64(True):
+            asked = jnp.asarray(leaf)
+    elif kind == "sharded":
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        asked = jax.ShapeDtypeStruct(asked.shape, asked.dtype, sharding=sharding)
+    template = wide_state()
+    if name in template:
+        template[name] = asked
+    else:
+        template["leaves"] = {**WIDE, name: asked}
+    with pytest.raises(TemplateMismatch, match=f"step 1, {shown}: .*jax_enable_x64.*numpy"):
+        wide.restore(1, template)
+    with pytest.raises(TemplateMismatch):
+        wide.restore_latest(template)
+
+
+def test_64_bits_come_back_as_numpy_arrays(wide):
+    found = wide.restore(1, wide_state()).state
+    whole = wide.restore(1).state
+    rows = wide.restore(1, tables={"table": (1, 3)}).state["table"]["values"]
+    for name in ("table", "sum"):
+        assert_same_leaf(found[name], wide_state()[name], name)
+        assert_same_leaf(whole[name], wide_state()[name], name)
+    for name, leaf in WIDE.items():
+        assert_same_leaf(found["leaves"][name], leaf, name)
+    assert rows.tolist() == [[2**40 + 5] * 2] * 2
+
+
+def test_the_handlers_refuse_to_cut_64_bits_too(wide):
+    item = wide._root.step_dir(1) / "embeddings"
+    asked = restore.abstract_of(deltackpt.stored.read_save(item.parent))
+    with pytest.raises(TemplateMismatch, match="table table, .*jax_enable_x64"):
+        v0.DeltaHandler().restore(epath.Path(item), args=v0.DeltaRestore(asked))
+
+
+def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
+    with manager(tmp_path / "root") as saver:
+        saver.save(1, with_tables({"count": 2**40, "share": 0.1, "flag": True}))
+        saver.wait()
+        template = jax.eval_shape(lambda: with_tables({"count": 1, "share": 0.1, "flag": True}))
+        with pytest.raises(TemplateMismatch, match=r"leaves/count: .*int32\[\].*1099511627776"):
+            saver.restore(1, template)
+    with manager(tmp_path / "other") as saver:
+        saver.save(1, with_tables({"count": 2**20, "share": 0.1, "flag": True}))
+        saver.wait()
+        found = saver.restore(1, template).state["leaves"]
+        assert int(found["count"]) == 2**20
+        assert found["share"] == jnp.float32(0.1)
+        assert bool(found["flag"])
+
+
+@pytest.mark.parametrize(
+    ("stored_leaf", "asked"),
+    [
+        (jnp.ones(3), None),
+        (jnp.ones(3), {}),
+        (3, None),
+        ("text", None),
+        (np.zeros((0, 2)), None),
+        (np.zeros((0, 2)), np.zeros((0, 3))),
+        (np.zeros((0, 2)), "text"),
+        ("text", np.zeros((0, 2))),
+        (1.5, 1),
+        (2, True),
+        (jnp.ones(3), 3),
+        (jnp.ones(3), "text"),
+        (3, "text"),
+        (3, jnp.ones(3)),
+        (jnp.ones(2), jax.random.key(0)),
+        (jax.random.key(0), jnp.ones(2)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        (jax.random.key(0), jax.random.split(jax.random.key(0), 3)),
+        (None, jnp.ones(3)),
+        (jnp.ones(3), object()),
+    ],
+    ids=lambda leaf: repr(leaf).replace("\n", " ")[:30],
+)
+def test_a_template_of_another_kind_of_leaf_is_refused(stored_leaf, asked, tmp_path):
+    with manager(tmp_path) as saver:
+        saver.save(1, with_tables({"leaf": stored_leaf}))
+        saver.wait()
+        with pytest.raises(TemplateMismatch, match=r"dense leaf leaves/leaf: expected .* found"):
+            saver.restore(1, with_tables({"leaf": asked}))
+
+
+def test_leaves_that_the_template_lacks_are_named(stored):
+    fewer = {name: leaf for name, leaf in STORABLE.items() if name not in ("none", "keys")}
+    with pytest.raises(TemplateMismatch, match=r"leaves/keys\n +leaves/none\n.*would be lost"):
+        stored.restore(1, with_tables(fewer))
+    with pytest.raises(TemplateMismatch, match="leaves/further.*no such"):
+        stored.restore(1, with_tables({**STORABLE, "further": None}))
+
+
+def test_placeholders_leave_dense_leaves_as_they_are_and_tables_name_another_way(stored):
+    found = stored.restore(1, with_tables({**STORABLE, "keys": ...})).state["leaves"]
+    assert found["keys"] is ...
+    assert_same_leaf(found["jax"], STORABLE["jax"], "jax")
+    for name in ("table", "sum"):
+        with pytest.raises(TableSelectionError, match=rf"{name}.*restore\(step, tables=\.\.\.\)"):
+            stored.restore(1, {**with_tables(STORABLE), name: ...})

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new user gets wrong is answered by what to do instead, and costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1
+
+import deltackpt
+from deltackpt import interchange, touched
+from deltackpt.errors import (
+    ForeignDirectory,
+    OptionError,
+    TemplateMismatch,
+    TrackingError,
+)
+
+STATE = {
+    "a": {"table": jnp.ones((4, 2))},
+    "b": {"table": jnp.ones((4, 2))},
+    "dense": jnp.ones(3),
+}
+TABLES = deltackpt.Tables(select="*/table")
+
+
+def manager(root: Path, handlers: Any = None, **options: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": TABLES} if handlers is None else handlers,
+        options=deltackpt.ManagerOptions(**options),
+    )
+
+
+def saved(root: Path, handlers: Any = None, **arguments: Any) -> Path:
+    with manager(root, handlers) as saver:
+        saver.save(1, STATE, **arguments)
+    return root
+
+
+# Directories.
+
+
+def test_another_item_name_is_answered_by_the_one_in_the_step(tmp_path):
+    root = saved(tmp_path / "root", {"words": TABLES})
+    before = sorted(root.rglob("*"))
+    match = r"found deltackpt's under the name 'words'; give the manager handlers=\{'words': Tables"
+    with pytest.raises(ForeignDirectory, match=match):
+        manager(root)
+    with manager(root, read_only=True) as reader:
+        for call in (lambda: reader.restore_latest(STATE), lambda: reader.restore(1)):
+            with pytest.raises(ForeignDirectory, match=match) as caught:
+                call()
+            assert "backup" not in str(caught.value)
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_steps_of_stock_orbax_are_answered_by_import(tmp_path, read_only):
+    root = tmp_path / "stock"
+    with ocp.CheckpointManager(root) as stock:
+        stock.save(3, args=ocp.args.StandardSave(STATE))
+    before = sorted(root.rglob("*"))
+    match = rf"3: .* stock Orbax with the items \['default'\]; .*'deltackpt import {root} NEW_DIR"
+    with pytest.raises(ForeignDirectory, match=match) as caught:
+        with manager(root, read_only=read_only) as reader:
+            reader.restore_latest(STATE)
+    assert "backup" not in str(caught.value)
+    assert sorted(root.rglob("*")) == before
+    interchange.import_orbax(root, tmp_path / "new", tables=TABLES)
+    with manager(tmp_path / "new") as saver:
+        assert saver.restore_latest(STATE).step == 3
+
+
+def test_a_checkpoint_of_stock_orbax_is_no_directory_of_steps(tmp_path):
+    ocp.PyTreeCheckpointer().save(tmp_path / "old", STATE)
+    v1.save(tmp_path / "new", STATE)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("old", "new"):
+        with pytest.raises(ForeignDirectory, match=f"stock Orbax.*deltackpt import .*{name}"):
+            manager(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_step_of_stock_orbax_among_ours_is_skipped_with_a_warning(tmp_path):
+    root = saved(tmp_path / "root")
+    with ocp.CheckpointManager(root) as stock:
+        stock.save(3, args=ocp.args.StandardSave(STATE))
+    with manager(root, read_only=True) as reader:
+        with pytest.warns(UserWarning, match=r"step 3 is skipped: .*stock Orbax"):
+            found = reader.restore_latest(STATE)
+    assert found.step == 1
+    assert [step for step, _ in found.skipped] == [3]
+
+
+# Templates.
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "side"),
+    [("*/table", "a/table", "by the manager's Tables"), ("a/table", "*/table", "in the step")],
+    ids=["fewer", "more"],
+)
+def test_a_changed_select_is_named_as_such(tmp_path, then, now, side):
+    root = saved(tmp_path / "root", {"embeddings": deltackpt.Tables(select=then)})
+    with manager(root, {"embeddings": deltackpt.Tables(select=now)}) as reader:
+        with pytest.raises(
+            TemplateMismatch, match=rf"b/table.*dense leaf {side}.*another Tables\(select=.*a/table"
+        ):
+            reader.restore_latest(STATE)
+        assert jax.tree.structure(reader.restore_latest().state) == jax.tree.structure(STATE)
+
+
+def test_changed_slots_are_named_as_such(tmp_path):
+    params = {"table": jnp.ones((4, 2))}
+    state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+    found = deltackpt.Tables(select="params/table")
+    none = deltackpt.Tables(select="params/table", slots={})
+    for number, (then, now) in enumerate([(found, none), (none, found)]):
+        with manager(tmp_path / str(number), {"embeddings": then}) as saver:
+            saver.save(1, state)
+        with manager(tmp_path / str(number), {"embeddings": now}) as reader:
+            with pytest.raises(TemplateMismatch, match=r"dense leaf .*another Tables\(slots="):
+                reader.restore_latest(state)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    "handlers", [TABLES, [TABLES], "embeddings", {("a", TABLES)}], ids=lambda h: type(h).__name__
+)
+def test_handlers_that_are_no_mapping_are_answered_by_one(tmp_path, handlers):
+    with pytest.raises(OptionError, match=r"handlers: expected a mapping.*\{'embeddings': Tables"):
+        manager(tmp_path / "root", handlers)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "commit_success.txt", "_CHECKPOINT_METADATA", "digests.step.msgpack", "a/b", "", 3]
+    + ["digests.step.0.msgpack", "..", "x.orbax-checkpoint-tmp"],
+)
+@pytest.mark.parametrize("ours", [False, True])
+def test_an_item_name_that_is_taken_is_refused(tmp_path, name, ours):
+    handlers = {name: TABLES}
+    if not ours:
+        handlers = {"embeddings": TABLES, name: ocp.JsonCheckpointHandler()}
+    with pytest.raises(OptionError, match=r"handlers\[.*reserved.*call the item something else"):
+        manager(tmp_path / "root", handlers)
+    assert not (tmp_path / "root").exists()
+
+
+def test_options_of_another_class_are_named(tmp_path):
+    with pytest.raises(OptionError, match=r"deltackpt\.ManagerOptions.*CheckpointManagerOptions"):
+        deltackpt.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions())
+
+
+@pytest.mark.parametrize("given", [jnp.ones((4, 2)), [jnp.ones((4, 2))]], ids=["array", "list"])
+def test_init_of_something_else_than_a_mapping_is_answered_by_one(given):
+    with pytest.raises(TrackingError, match=r"expected a mapping.*\{'words': array\}"):
+        touched.init(given)
+
+
+def test_a_touch_state_of_another_class_is_refused(tmp_path):
+    with manager(tmp_path) as saver, pytest.raises(OptionError, match=r"touched\.init.*dict"):
+        saver.save(1, STATE, touched={"a/table": jnp.zeros(4)})
+
+
+ITEMS = {"embeddings": TABLES, "json": ocp.JsonCheckpointHandler()}
+
+
+@pytest.mark.parametrize(
+    ("items", "match"),
+    [
+        ({"json": {"a": 1}}, r"items\['json'\]: expected JsonSaveArgs.*dict.*ocp\.args\.JsonSave"),
+        ({"json": ocp.args.StandardSave({"a": 1})}, r"expected JsonSaveArgs.*StandardSaveArgs"),
+        ({"json": ocp.args.JsonRestore()}, r"expected JsonSaveArgs.*JsonRestoreArgs"),
+        ({"json": None}, r"expected JsonSaveArgs.*NoneType"),
+        ({"other": ocp.args.JsonSave({})}, r"items\['other'\].*\['json'\].*handlers="),
+        ({"dense": ocp.args.PyTreeSave({})}, r"items\['dense'\].*save\(step, state\)"),
+        ({"embeddings": ocp.args.PyTreeSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
+        ([1], r"items: expected a mapping.*list"),
+        ({"json": ocp.args.JsonSave({"a": object()})}, r"items\['json'\].*JSON can hold.*object"),
+        ({"json": ocp.args.JsonSave({"a": jnp.ones(1)})}, r"items\['json'\].*x\.tolist"),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else str(given)[:30],
+)
+def test_items_that_no_handler_takes_are_refused_before_anything_begins(tmp_path, items, match):
+    with manager(tmp_path, ITEMS) as saver:
+        with pytest.raises(OptionError, match=match):
+            saver.save(1, STATE, items=items)
+        assert saver.save(1, STATE, items={"json": ocp.args.JsonSave({"a": 1})}).kind == "base"
+
+
+def test_items_that_no_handler_restores_are_refused(tmp_path):
+    with manager(tmp_path, ITEMS) as saver:
+        saver.save(1, STATE, items={"json": ocp.args.JsonSave({"a": 1})})
+        saver.wait()
+        for items, match in (
+            ({"json": ocp.args.JsonSave({"a": 1})}, r"expected JsonRestoreArgs.*JsonSaveArgs"),
+            ({"json": {"a": 1}}, r"expected JsonRestoreArgs.*dict"),
+            ({"other": ocp.args.JsonRestore()}, r"items\['other'\].*handlers="),
+            (["json"], "expected a mapping"),
+        ):
+            with pytest.raises(OptionError, match=match):
+                saver.restore_latest(STATE, items=items)
+        for args in (ocp.args.JsonRestore(), None):
+            assert saver.restore(1, STATE, items={"json": args}).items == {"json": {"a": 1}}
+
+
+# What is changed after save() has returned.
+
+
+def test_a_json_item_that_is_changed_after_save_is_saved_as_it_was(tmp_path, monkeypatch):
+    changed = threading.Event()
+    write = ocp.JsonCheckpointHandler._save_fn
+
+    async def write_late(handler: Any, value: Any, directory: Any) -> None:
+        await asyncio.to_thread(changed.wait, 60)
+        await write(handler, value, directory)
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", write_late)
+    progress = {"epochs": [{"loss": 0.5}], "run": ("a", 1)}
+    with manager(tmp_path, ITEMS) as saver:
+        saver.save(1, STATE, items={"json": ocp.args.JsonSave(progress)})
+        progress["epochs"][0]["loss"] = 7.0
+        progress["epochs"].append({})
+        progress["more"] = 1
+        changed.set()
+        saver.wait()
+        found = saver.restore(1, items={"json": ocp.args.JsonRestore()}).items["json"]
+    assert found == {"epochs": [{"loss": 0.5}], "run": ["a", 1]}
+
+
+@pytest.mark.parametrize("rows", [4, 400_000])
+def test_what_is_changed_in_place_after_save_is_saved_as_it_was(tmp_path, rows):
+    def ones() -> dict[str, Any]:
+        return {"large": np.ones(rows), "list": [np.ones(2), np.array(1.0)]}
+
+    handlers = {
+        "embeddings": deltackpt.Tables(select="table", slots={"table": {"sum": "sum"}}),
+        "standard": ocp.StandardCheckpointHandler(),
+        "tree": ocp.PyTreeCheckpointHandler(),
+        "array": ocp.ArrayCheckpointHandler(),
+    }
+    state = {"table": np.ones((rows, 2)), "sum": np.ones(rows), **ones()}
+    standard, tree, array = ones(), ones(), np.ones(rows)
+    marks = touched.init({"table": state["table"]})
+    everything = (state, standard, tree, array)
+    with manager(tmp_path, handlers) as saver:
+        for step in (1, 2):  # A base and a delta of all rows.
+            saver.save(
+                step,
+                state,
+                touched=marks,
+                items={
+                    "standard": ocp.args.StandardSave(standard),
+                    "tree": ocp.args.PyTreeSave(tree),
+                    "array": ocp.args.ArraySave(array),
+                },
+            )
+            for leaf in jax.tree.leaves(everything):
+                leaf[...] = 7
+            for changed in (state, standard, tree):
+                changed["list"].append(np.ones(1))
+                changed["more"] = np.ones(1)
+            saver.wait()
+            found = saver.restore(
+                step,
+                items={
+                    "standard": ocp.args.StandardRestore(),
+                    "tree": ocp.args.PyTreeRestore(),
+                    "array": ocp.args.ArrayRestore(),
+                },
+            )
+            leaves = jax.tree.leaves((found.state, found.items))
+            assert len(leaves) == 2 + 3 * 3 + 1
+            assert all((np.asarray(leaf) == 1).all() for leaf in leaves)
+            for leaf in jax.tree.leaves(everything):
+                leaf[...] = 1
+            for changed in (state, standard, tree):
+                changed["list"].pop()
+                del changed["more"]
+            marks = touched.mark(marks, {"table": jnp.arange(rows)})
+
+
+# Slots that go dense.
+
+
+def adam_state(rows: int = 40_000) -> dict[str, Any]:
+    params = {"emb": jnp.ones((rows, 8)), "kernel": jnp.ones((rows, 8)), "bias": jnp.zeros(3)}
+    return {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+
+
+@pytest.mark.parametrize(
+    ("slots", "shown"),
+    [
+        ({}, ["opt_state/0/mu/emb", "opt_state/0/nu/emb"]),
+        ({"params/emb": {"mu": "opt_state/0/mu/emb"}}, ["opt_state/0/nu/emb"]),
+    ],
+    ids=["none declared", "one declared"],
+)
+def test_slots_that_go_whole_into_each_save_are_told_of_once(tmp_path, slots, shown):
+    handlers = {"embeddings": deltackpt.Tables(select="params/emb", slots=slots)}
+    state = adam_state()
+    with manager(tmp_path, handlers) as saver:
+        saver.restore_latest(state)
+        with pytest.warns(UserWarning, match=r"MB of slots go whole into each save") as caught:
+            saver.save(1, state)
+        [warning] = caught
+        assert [line.strip() for line in str(warning.message).splitlines()[1:-1]] == shown
+        assert warning.filename == __file__
+        saver.save(2, state)
+        saver.save(3, {**state, "more": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows"),
+    [
+        (None, 40_000),
+        ({"**": {"mu": "opt_state/0/mu/{name}", "nu": "opt_state/0/nu/{name}"}}, 40_000),
+        ({}, 20),
+    ],
+    ids=["found", "declared", "small"],
+)
+def test_slots_that_are_saved_by_rows_or_small_are_not_told_of(tmp_path, slots, rows):
+    handlers = {"embeddings": deltackpt.Tables(select="params/emb", slots=slots)}
+    with manager(tmp_path, handlers) as saver, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saver.save(1, adam_state(rows))
