@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Globs over '/'-joined paths, and lists of paths in error messages."""
+"""Globs over '/'-joined paths, their unique ends, and lists of paths in error messages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,36 @@ def listed(names: Iterable[str]) -> str:
     if len(names) > _LISTED:
         lines.append(f"  ... and {len(names) - _LISTED} more")
     return "\n".join(lines) if lines else "  (none)"
+
+
+def meant(name: str, names: Iterable[str], error: type[Exception]) -> str:
+    """The path that a name means among some: itself, else the only one that ends with it.
+
+    Args:
+      name: a '/'-joined path, or the last steps of one: ``users`` for ``params/tables/users``.
+      names: the paths.
+      error: what to raise where the name says too little.
+
+    Returns:
+      The path; the name as it is where no path ends with it.
+
+    Raises:
+      error: several paths end with it; the message lists them.
+
+    Example:
+      >>> meant("users", ["tables/users", "tables/items"], ValueError)
+      'tables/users'
+    """
+    known = set(names)
+    ends = {path for path in known if path.endswith(f"/{name}")}
+    if name in known or not ends:
+        return name
+    if len(ends) > 1:
+        raise error(
+            f"table {name!r}: expected the end of exactly one path, found it to end several\n"
+            f"{listed(ends)}\ngive more of the path"
+        )
+    return ends.pop()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -410,9 +410,10 @@ class CheckpointManager:
         Args:
           step: the step.
           abstract_state: as for ``restore_latest``.
-          tables: read only these tables, and of each only a half-open range of rows (None for
-            all); ``state`` is then a dict of table name to field name to numpy array, and the
-            manager goes on as if nothing had been restored.
+          tables: read only these tables, by their paths or the ends of exactly one path each, and
+            of each only a half-open range of rows (None for all); ``state`` is then a dict of
+            table path to field name to numpy array, and the manager goes on as if nothing had
+            been restored.
           items: as for ``restore_latest``.
           progress: as for ``restore_latest``.
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltackpt import blocks, codecs, layout, manifest, merge
+from deltackpt import blocks, codecs, globs, layout, manifest, merge
 from deltackpt.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.chain import SaveInfo
 from deltackpt.errors import Damaged, RestoreError, TemplateMismatch
@@ -176,7 +176,7 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
 
     Args:
       target: the layout of the step.
-      rows: table name to the range, None for all rows.
+      rows: table name, or the end of exactly one, to the range, None for all rows.
 
     Raises:
       TemplateMismatch: there is no such table, or it has fewer rows.
@@ -184,7 +184,8 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
     tables = {table.name: table for table in target.tables}
     groups = {group.name: group for group in target.groups}
     found: dict[str, dict[str, list[Box]]] = {}
-    for name, span in rows.items():
+    for asked, span in rows.items():
+        name = globs.meant(asked, tables, TemplateMismatch)
         if name not in tables:
             raise TemplateMismatch(
                 f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "

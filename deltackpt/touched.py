@@ -21,7 +21,7 @@ import optax
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from deltackpt import paths, slots
+from deltackpt import globs, paths, slots
 from deltackpt.bits import any_in_row, away_from_zero, bits, folded, width
 from deltackpt.errors import TableSelectionError, TrackingError
 from deltackpt.manifest import KeyPath, path_name
@@ -205,15 +205,10 @@ def _next_clock(state: TouchState) -> jax.Array:
 
 def _stamps_key(action: str, name: str, stamps: Mapping[str, jax.Array]) -> str:
     """The key of the stamps that a name means: itself, or the one path that ends with it."""
-    if name in stamps:
-        return name
-    ends = [key for key in stamps if key.endswith(f"/{name}")]
-    if len(ends) == 1:
-        return ends[0]
-    problem = "several tables" if ends else "no table"
-    raise TrackingError(
-        f"{action}: {problem} {name!r}; the tables are\n{paths.listed(ends or stamps)}"
-    )
+    key = globs.meant(name, stamps, TrackingError)
+    if key not in stamps:
+        raise TrackingError(f"{action}: no table {name!r}; the tables are\n{paths.listed(stamps)}")
+    return key
 
 
 def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:

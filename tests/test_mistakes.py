@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from orbax.checkpoint import v1
 
 import deltackpt
@@ -174,7 +175,8 @@ def test_init_of_something_else_than_a_mapping_is_answered_by_one(given):
 
 def test_a_touch_state_of_another_class_is_refused(tmp_path):
     with manager(tmp_path) as saver, pytest.raises(OptionError, match=r"touched\.init.*dict"):
-        saver.save(1, STATE, touched={"a/table": jnp.zeros(4)})
+        marks: Any = {"a/table": jnp.zeros(4)}
+        saver.save(1, STATE, touched=marks)
 
 
 ITEMS = {"embeddings": TABLES, "json": ocp.JsonCheckpointHandler()}
@@ -207,15 +209,17 @@ def test_items_that_no_handler_restores_are_refused(tmp_path):
     with manager(tmp_path, ITEMS) as saver:
         saver.save(1, STATE, items={"json": ocp.args.JsonSave({"a": 1})})
         saver.wait()
-        for items, match in (
+        refused: Any = (
             ({"json": ocp.args.JsonSave({"a": 1})}, r"expected JsonRestoreArgs.*JsonSaveArgs"),
             ({"json": {"a": 1}}, r"expected JsonRestoreArgs.*dict"),
             ({"other": ocp.args.JsonRestore()}, r"items\['other'\].*handlers="),
             (["json"], "expected a mapping"),
-        ):
+        )
+        for items, match in refused:
             with pytest.raises(OptionError, match=match):
                 saver.restore_latest(STATE, items=items)
-        for args in (ocp.args.JsonRestore(), None):
+        taken: Any = (ocp.args.JsonRestore(), None)
+        for args in taken:
             assert saver.restore(1, STATE, items={"json": args}).items == {"json": {"a": 1}}
 
 
@@ -293,6 +297,25 @@ def test_what_is_changed_in_place_after_save_is_saved_as_it_was(tmp_path, rows):
                 changed["list"].pop()
                 del changed["more"]
             marks = touched.mark(marks, {"table": jnp.arange(rows)})
+
+
+def test_an_export_of_an_nnx_state_says_how_it_is_restored(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self, seed: int) -> None:
+            rngs = nnx.Rngs(seed)
+            self.embed = nnx.Embed(10, 4, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    handlers = {"embeddings": deltackpt.Tables(select="**/embedding")}
+    model, other = nnx.state(Model(0)), nnx.state(Model(1))
+    with manager(tmp_path / "run", handlers) as saver:
+        saver.save(1, model)
+    with pytest.warns(UserWarning, match=r"nnx\.to_pure_dict.*nnx\.restore_int_paths"):
+        interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
+    with ocp.CheckpointManager(tmp_path / "plain") as stock:
+        found = stock.restore(1, args=ocp.args.StandardRestore(nnx.to_pure_dict(other)))
+    nnx.replace_by_pure_dict(other, nnx.restore_int_paths(found))
+    jax.tree.map(np.testing.assert_array_equal, other, model)
 
 
 # Slots that go dense.

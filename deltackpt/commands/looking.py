@@ -92,7 +92,12 @@ def show(directory: str, step: int | None, item: str | None, as_json: bool) -> N
 @click.argument("a", type=click.IntRange(min=0))
 @click.argument("b", type=click.IntRange(min=0))
 @arguments.item
-@click.option("--table", "tables", multiple=True, help="Only this table; may be repeated.")
+@click.option(
+    "--table",
+    "tables",
+    multiple=True,
+    help="Only this table; may be repeated.",
+)
 @_field
 @click.option(
     "--largest", type=click.IntRange(min=0), default=5, show_default=True, help="Rows to name."
@@ -173,7 +178,7 @@ def history(
         for number in range(len(found.steps))
         if found.present[number, place]
     ]
-    terminal.print_table(names, lines, f"{table}, {field}: {flat.shape[2]} numbers a row")
+    terminal.print_table(names, lines, f"{found.table}, {field}: {flat.shape[2]} numbers a row")
 
 
 def _history_line(found: History, flat: Any, number: int, place: int, count: int) -> list[Any]:

@@ -86,8 +86,8 @@ def save_args(
 
 def restore_args(
     items: Mapping[str, Any] | None, handlers: Mapping[str, Any]
-) -> dict[str, ocp.args.CheckpointArgs | None]:
-    """Restore arguments of further items; None for whatever the handler makes of it.
+) -> dict[str, ocp.args.CheckpointArgs]:
+    """Restore arguments of further items; None among them leaves an item to its handler.
 
     Raises:
       OptionError: no handler takes them.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt import blocks, codecs, reader, stored
+from deltackpt import blocks, codecs, globs, reader, stored
 from deltackpt.blocks import Rows, Span
 from deltackpt.errors import MissingExtra, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.inspect import html
@@ -137,7 +137,7 @@ class Diff:
     only_b: tuple[str, ...]
 
     def __getitem__(self, table: str) -> TableDiff:
-        return self.tables[table]
+        return self.tables[_named(table, self.tables)]
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with the columns norm and relative, by table and row.
@@ -173,11 +173,17 @@ def touched(
     save: StoredSave, numbers: RowNumbers, tables: Collection[str] | None
 ) -> dict[str, np.ndarray]:
     """Rows of tables that a save holds; see ``Checkpoints.touched``."""
+    known = [table.name for table in save.head.tables]
+    names = known if tables is None else [_named(table, known) for table in tables]
     return {
         table.name: _rows_of(save, table, numbers, blocks.VALUES)
         for table in save.head.tables
-        if tables is None or table.name in tables
+        if table.name in names
     }
+
+
+def _named(table: str, known: Iterable[str]) -> str:
+    return globs.meant(table, known, TemplateMismatch)
 
 
 def _rows_of(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) -> np.ndarray:
@@ -224,7 +230,7 @@ def _held(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) 
 def history(
     read: Callable[[int], StoredSave],
     saves_of: Callable[[int], Saves],
-    steps: Iterable[int],
+    steps: Sequence[int],
     table: str,
     rows: np.ndarray,
     field: str,
@@ -243,6 +249,7 @@ def history(
       all_steps: whether steps that are removed meanwhile are left out.
     """
     asked = _checked_rows(rows)
+    table = _named(table, _tables_at(read, steps, all_steps))
     ordered, within = np.unique(asked, return_inverse=True)
     walk = _Walk(read, saves_of, table, field, ordered)
     states: dict[int, _State] = {}
@@ -281,6 +288,20 @@ def history(
         written=np.stack([state.written for state in states.values()])[:, within],
         present=np.stack([ordered < state.total_rows for state in states.values()])[:, within],
     )
+
+
+def _tables_at(
+    read: Callable[[int], StoredSave], steps: Sequence[int], all_steps: bool
+) -> set[str]:
+    """Names of the tables of some steps."""
+    found: set[str] = set()
+    for step in steps:
+        try:
+            found.update(table.name for table in read(step).head.tables)
+        except (StepNotFound, StepGone):
+            if not all_steps:
+                raise
+    return found
 
 
 def _kinds_text(states: Mapping[int, _State]) -> str:
@@ -413,7 +434,8 @@ def diff(a: Saves, b: Saves, tables: Sequence[str] | None, field: str) -> Diff:
             f"field {field!r}: expected values or slot.<name>, found it of no table at either "
             "step; see step.tables"
         )
-    wanted = (of_a.keys() | of_b.keys()) if tables is None else set(tables)
+    known = of_a.keys() | of_b.keys()
+    wanted = known if tables is None else {_named(table, known) for table in tables}
     if unknown := wanted - of_a.keys() - of_b.keys():
         raise TemplateMismatch(
             f"tables {sorted(unknown)}, field {field!r}: expected some of "

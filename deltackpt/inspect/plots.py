@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltackpt import blocks, terminal
+from deltackpt import blocks, globs, terminal
 from deltackpt.errors import OptionError
 from deltackpt.inspect import pictures
 from deltackpt.terminal import count
@@ -163,8 +163,7 @@ def touched_fraction(
     saves = _whole(_saves(ck))
     steps, shares, written = _touched_shares(saves)
     if tables is not None:
-        _check_names(tables, shares)
-        shares = {name: shares[name] for name in tables}
+        shares = {name: shares[name] for name in _known(tables, shares)}
     pictures.step_axis(ax, [save.step for save in saves])
     if not steps:
         pictures.note(ax, "no delta was saved")
@@ -205,7 +204,7 @@ def activity(ck: Checkpoints, table: str, *, bins: int = 64, ax: Axes | None = N
         pictures.note(ax, "no delta was saved")
         return pictures.figure(ax)
     found = ck.at(shown[-1].step).tables
-    _check_names([table], found)
+    [table] = _known([table], found)
     rows = found[table].shape[0]
     edges = np.unique(np.linspace(0, rows, bins + 1).astype(np.int64))
     shares = np.zeros((len(edges) - 1, len(shown)))
@@ -411,13 +410,16 @@ def _field_name(table: str, field: str) -> str:
     return table if field == blocks.VALUES else f"{table} {field}"
 
 
-def _check_names(names: Sequence[str], known: Mapping[str, object]) -> None:
-    for name in names:
+def _known(names: Sequence[str], known: Mapping[str, object]) -> list[str]:
+    """The tables that names mean."""
+    found = [globs.meant(name, known, OptionError) for name in names]
+    for name in found:
         if name not in known:
             raise OptionError(
                 f"table {name!r}: expected one of {', '.join(sorted(known)[:10])}"
                 f"{' ...' if len(known) > 10 else ''}, found none of that name; choose one of these"
             )
+    return found
 
 
 def _spread(count: int, most: int) -> list[int]:
@@ -465,7 +467,7 @@ def _drift(
     whole = _whole(ck.saves)
     if base is None:
         holding = {figures.table: save.step for save in whole[::-1] for figures in save.tables}
-        _check_names([table], holding)
+        [table] = _known([table], holding)
         base = holding[table]
     later = [save.step for save in whole if save.step >= base]
     if base not in later:
@@ -473,7 +475,7 @@ def _drift(
             f"base: expected a step of {ck.path} that can be restored, found {base}; see ck.saves"
         )
     tables = ck.at(base).tables
-    _check_names([table], tables)
+    [table] = _known([table], tables)
     total = tables[table].shape[0]
     if rows is None:
         rows = _sample(total, tables[table].row_bytes * len(later), seed)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deltackpt import blocks, layout, manifest, stored
+from deltackpt import blocks, globs, layout, manifest, stored
 from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import METADATA, DenseItem, DenseLeaf
@@ -78,7 +78,7 @@ class Step:
     """A step of a directory, read lazily.
 
     ``step[name]`` is a table, a slot (``<table>.slot.<name>``), or a dense leaf, by the name that
-    ``step.tables`` or ``step.dense`` has for it.
+    ``step.tables`` or ``step.dense`` has for it, or by the end of exactly one such name.
 
     Attributes:
       path: the step's directory.
@@ -193,25 +193,32 @@ class Step:
         return same
 
     def __getitem__(self, name: str) -> Any:
-        found = self.tables.get(name)
+        found = self._found(name)
         if found is not None:
             return found
-        table, slot, field = name.rpartition(f".{blocks.slot_field('')}")
-        if slot and table in self.tables:
-            return self.tables[table].field(blocks.slot_field(field))
-        if name in self.dense:
-            return self.dense[name]
         raise KeyError(
             f"step {self.step}: expected a table of {sorted(self.tables)} or a dense leaf of "
             f"{sorted(self.dense)}, found {name!r}"
         )
+
+    def _found(self, name: str) -> Any:
+        """The table, slot or dense leaf of a name; None where there is none."""
+        if name in self.tables:
+            return self.tables[name]
+        if name not in {manifest.path_name(leaf.path) for leaf in self._own.layout.dense}:
+            before, slot, field = name.rpartition(f".{blocks.slot_field('')}")
+            table = globs.meant(before if slot else name, self.tables, TemplateMismatch)
+            if table in self.tables:
+                found = self.tables[table]
+                return found.field(blocks.slot_field(field)) if slot else found
+        return self.dense.get(globs.meant(name, self.dense, TemplateMismatch))
 
     def __iter__(self) -> Iterator[str]:
         yield from self.tables
         yield from self.dense
 
     def __contains__(self, name: object) -> bool:
-        return name in self.tables or name in self.dense
+        return isinstance(name, str) and self._found(name) is not None
 
     def __repr__(self) -> str:
         return (

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import collections
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+from jax import tree_util
 
 from deltackpt import inspect
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, StorageError
@@ -46,6 +48,10 @@ def export_orbax(
     restore on any machine; a template with shardings gives ``jax.Array``s. An array without
     elements, which Orbax refuses, is stored as the text ``deltackpt:empty:<dtype>:<shape>``.
 
+    A state of flax nnx is stored as its pure dict: ``nnx.to_pure_dict(state)`` is its template, and
+    ``nnx.replace_by_pure_dict`` with ``nnx.restore_int_paths`` puts it back. A warning says so
+    where the state holds lists.
+
     Needs host memory for three times the state (measured): itself, and what Orbax writes, twice.
 
     Args:
@@ -72,6 +78,7 @@ def export_orbax(
         state = _restored(checkpoints.path, number, checkpoints.item, progress)
         state = of_their_kinds(state, found.dense)
         _check_names(state)
+        _tell_of_nnx(state)
         args = dense.save_args(state)
         before, after = ocp.tree.to_flat_dict(state), ocp.tree.to_flat_dict(args.item)
         changed = {
@@ -89,6 +96,22 @@ def _restored(directory: Path, step: int, item: str, progress: Progress | None) 
     options = ManagerOptions(read_only=True)
     with CheckpointManager(directory, handlers=handlers, options=options) as manager:
         return manager.restore(step, progress=progress).state
+
+
+def _tell_of_nnx(state: Any) -> None:
+    """Warns of a state of nnx, whose own template stock Orbax would refuse here.
+
+    Its keys in the place of lists are integers; those of no other state are.
+    """
+    steps = {step for path, _ in tree_util.tree_leaves_with_path(state) for step in path}
+    if any(isinstance(step, tree_util.DictKey) and isinstance(step.key, int) for step in steps):
+        warnings.warn(
+            "export: found keys that are integers, as in a state of flax nnx, and stored their "
+            "texts; to restore it there give nnx.to_pure_dict(state) as the template, and put what "
+            "comes back into the state by nnx.replace_by_pure_dict(state, "
+            "nnx.restore_int_paths(restored))",
+            stacklevel=3,
+        )
 
 
 def _check_names(state: Any) -> None:

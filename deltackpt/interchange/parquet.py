@@ -76,7 +76,7 @@ def export_parquet(
       step: the step; None for the newest.
       target: the new directory; it appears whole or not at all.
       item: name of our item in the steps; found by default.
-      tables: path patterns of the tables.
+      tables: path patterns of the tables, or ends of exactly one path each.
       slots: whether slots are exported too.
       rows: half-open range of the rows of each table; all by default.
       progress: called with bytes of rows written and bytes in all, before compression.
@@ -137,6 +137,7 @@ def _chosen(step: Step, patterns: Sequence[str]) -> list[str]:
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = {name for name in step.tables if globs.matches(pattern, name)}
+        matched = matched or {globs.meant(pattern, step.tables, TemplateMismatch)} & {*step.tables}
         if not matched:
             raise TemplateMismatch(
                 f"step {step.step}: expected a table that matches {pattern!r}, found\n"
