@@ -461,7 +461,7 @@ def test_track_takes_little_memory_beside_the_old_tables():
     params = {"table": table}
     state = jax.eval_shape(optimizer.init, params)
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
-    # One copy of the table; from jax 0.12 on, whose XLA keeps the barrier on CPUs, the update too.
+    # One copy of the table, and the update since jax 0.12, whose XLA keeps the barrier on the CPU.
     # XLA would put the flags into memory, too, were long rows not folded: a quarter of a table.
     copies = compiled.memory_analysis().temp_size_in_bytes / (table.size * 4)
     assert copies < 2.1 and copies % 1 < 0.1
