@@ -22,11 +22,12 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, layout, pipeline, processes, proof, restoring, tables
+from deltackpt import events, exits, layout, pipeline, processes, proof, restoring, tables
 from deltackpt import touched as touch_state
 from deltackpt.errors import (
     ClosedError,
     DeltackptError,
+    FencedError,
     ForeignDirectory,
     NoIntactStep,
     OptionError,
@@ -100,7 +101,8 @@ class _InFlight:
 class CheckpointManager:
     """Saves and restores a training state whose tables change by rows.
 
-    Thread-safe. Use it as a context manager, or call ``close()``.
+    Thread-safe. Use it as a context manager, or call ``close()``. Where a program ends without it,
+    the save in flight is waited for all the same.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, deltackpt
@@ -138,6 +140,7 @@ class CheckpointManager:
         Raises:
           OptionError: the handlers or options cannot work.
           UnsupportedRoot, ForeignDirectory, StorageError: the directory cannot be used.
+          ClosedError: the main thread has ended, and no save could be finished.
         """
         if not (options is None or isinstance(options, ManagerOptions)):
             raise OptionError(
@@ -150,9 +153,21 @@ class CheckpointManager:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = True  # Until it is open.
+        #: Who else closed it, and why.
+        self._ended: str | None = None
+        #: Whether the program has ended.
+        self._leaving = False
+        #: A failed save of which the owner was not told, because another manager was opened.
+        self._untold: _Failure | None = None
         self._peers = Peers(
             os.fspath(directory), self.options.timeouts.peers_secs, alone=self.options.alone
         )
+        if not self.options.read_only:
+            for error in exits.take_over(directory):
+                warnings.warn(
+                    f"another manager of this process was open on the directory: {error}",
+                    stacklevel=2,
+                )
         self._root, run = self._open_root(directory)
         self._lineage = Lineage(
             self.options.policy,
@@ -183,6 +198,7 @@ class CheckpointManager:
             peers=self._peers,
             timeouts=self.options.timeouts,
         )
+        self._watch = None if self.options.read_only else exits.Watch(self._end, self._root.path)
         self._closed = False
 
     # Saving.
@@ -459,13 +475,47 @@ class CheckpointManager:
         """
         with self._lock:
             if self._closed:
+                failure, self._untold = self._untold, None
+                if failure is not None:
+                    raise _save_failed(failure, None) from failure.cause
                 return
             try:
                 self.wait()
             finally:
-                self._closed = True
-                self._close_orbax()
-                self._root.close()
+                self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._close_orbax()
+        self._root.close()
+
+    def _end(self, reason: str, leaving: bool) -> None:
+        """Closes the manager in the place of its owner, who did not; see ``exits.Watch``."""
+        limit = self.options.timeouts.close_secs
+        if not self._lock.acquire(timeout=limit):
+            raise WaitTimeout(
+                f"CheckpointManager of {self._root.path}: expected it to be free within {limit} s "
+                "(timeouts.close_secs), found another thread at work in it; look at the storage"
+            )
+        try:
+            if self._closed:
+                return
+            self._ended, self._leaving = reason, leaving
+            try:
+                failure = self._settle(limit)
+            finally:
+                if leaving:
+                    # Threads and executors are ended by Python; the next trainer removes the rest.
+                    self._closed = True
+                else:
+                    self._close()
+            if failure is not None:
+                self._untold = None if leaving else failure
+                raise _save_failed(failure, None) from failure.cause
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -479,13 +529,22 @@ class CheckpointManager:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._pid == os.getpid():
-            warnings.warn(
-                f"CheckpointManager of {self._root.path} was not closed; a save in flight may be "
-                "lost: use it in a with statement",
-                ResourceWarning,
-                stacklevel=1,
+        was_closed = getattr(self, "_closed", True) and not getattr(self, "_leaving", False)
+        if was_closed or self._pid != os.getpid():
+            return
+        flight = self._in_flight
+        if not self._closed and flight is not None and self._committed_at < flight.started:
+            # Its threads, which kept the manager alive, have ended without a commit.
+            cause = flight.failure or flight.pending.failure
+            exits.tell_lost(
+                f"the save of step {flight.step} failed, and its CheckpointManager of "
+                f"{self._root.path} is gone: {cause or 'see the log'}"
             )
+        warnings.warn(
+            f"CheckpointManager of {self._root.path} was not closed: use it in a with statement",
+            ResourceWarning,
+            stacklevel=1,
+        )
 
     # The parts of a save.
 
@@ -495,6 +554,8 @@ class CheckpointManager:
         arguments = dataclasses.replace(arguments, items=items)
         with self._lock:
             self._check_usable(writing=True)
+            if self._watch is not None:
+                self._watch.trainer = threading.current_thread()
             if when_busy != "wait" and self._all_busy():
                 return self._not_now(step, started)
             failure = self._settle(self.options.timeouts.save_secs)
@@ -1025,6 +1086,8 @@ class CheckpointManager:
 
     def _reset_orbax(self) -> None:
         """After a failure: Orbax keeps raising the old error and forgets steps; start it anew."""
+        if self._leaving:
+            return
         self._close_orbax()
         if self._peers.count == 1:
             self._root.remove_leftovers()
@@ -1049,10 +1112,15 @@ class CheckpointManager:
                 f"CheckpointManager of {self._root.path}: expected to be used in process "
                 f"{self._pid}, found process {os.getpid()}; make a manager in the child instead"
             )
+        if self._ended is not None and not self._leaving:
+            raise FencedError(
+                f"CheckpointManager of {self._root.path}: expected to hold the directory, found "
+                f"that {self._ended}; go on with that one"
+            )
         if self._closed:
             raise ClosedError(
                 f"CheckpointManager of {self._root.path}: expected an open manager, found it "
-                "closed; make a new one"
+                f"closed{f', because {self._ended}' if self._ended else ''}; make a new one"
             )
         if writing and self.options.read_only:
             raise OptionError(

@@ -23,7 +23,8 @@ class Timeouts:
 
     Attributes:
       save_secs: for a save in flight, at the next ``save()`` that waits.
-      close_secs: for the saves in flight at ``wait()`` and ``close()``.
+      close_secs: for the saves in flight at ``wait()`` and ``close()``, when a program ends without
+        ``close()``, and when another manager of the process is opened on the directory.
       peers_secs: for other processes, when a manager is made or a step restored, and in the
         background of a save: process 0 waits so long for their parts once its own is done, the
         others twice as long for process 0.

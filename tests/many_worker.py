@@ -38,7 +38,7 @@ from jax._src import distributed
 from orbax.checkpoint import v1
 
 import deltackpt
-from deltackpt import manager, pipeline, rendezvous, restore, restoring, touched
+from deltackpt import exits, manager, pipeline, rendezvous, restore, restoring, touched
 from deltackpt.handlers import commit
 from deltackpt.options import Timeouts
 from deltackpt.root import Root
@@ -581,6 +581,12 @@ class Worker:
     def close(self) -> None:
         """Closes the manager."""
         self._manager.close()
+
+    def diverge(self) -> None:
+        """Ends as a program whose main thread raised an exception, the manager open."""
+        threading._shutdown()  # What the interpreter calls then; its exit code is left to us.
+        lost = isinstance(sys.stdout, exits._LastFlush)
+        os._exit(exits.EXIT_CODE if lost else 1)
 
     def leave(self) -> None:
         """Ends jax, with the other processes."""

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from many import Answer, Job, Server
 
+from deltackpt import exits
+
 PLACE = {"mesh": [2, 2]}
 #: Nothing here ends by this limit: a test that comes near it would hang without it.
 PEERS_SECS = 20.0
@@ -102,6 +104,37 @@ def test_a_snapshot_that_one_process_cannot_take_leaves_nobody_at_a_barrier(job,
     assert all("No space left" in answer["error"]["text"] for answer in waits)
     assert not (tmp_path / "root" / "1").exists()
     assert_goes_on(job, 2)
+
+
+def test_a_process_that_ends_by_an_exception_finishes_its_part_while_the_other_goes_on(
+    job, tmp_path
+):
+    """It waits for process 0 no longer than for its own save."""
+    of_one(job, 0, "arm", at="before its part", action="hold")
+    job.all("save")
+    job.processes[0].wait_reached("before its part")
+    job.processes[1].ask("diverge")
+    job.release()
+    of_one(job, 0, "wait")
+    assert job.processes[1].answer() == {"ended": 1}
+    assert (tmp_path / "root" / "1").exists()
+
+
+def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_peers_secs(server, tmp_path):
+    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
+        job.all("open", root=str(tmp_path / "root"), peers_secs=2.0)
+        job.all("start", place=PLACE)
+        job.all("save")
+        job.all("wait")
+        job.all("train", to=1)
+        of_one(job, 0, "arm", at="before its part", action="hold")
+        job.all("save")
+        job.processes[0].wait_reached("before its part")
+        job.processes[0].kill()
+        job.processes[1].ask("diverge")
+        assert job.processes[1].answer() == {"ended": exits.EXIT_CODE}
+        assert "PeerMissing" in job.processes[1].output()
+        assert not (tmp_path / "root" / "1").exists()
 
 
 def test_a_trainer_that_lost_its_directory_says_so_on_every_process(job, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import shutil
 import socket
 import subprocess
@@ -381,14 +380,15 @@ def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_c
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     older.save(1, state, touched=touched)
     older.wait()
+    Root.open(tmp_path)  # Another process: in this one the older manager would be ended first.
+    with pytest.raises(FencedError, match="held by process"):
+        older.save(2, state, touched=touched)
+    older.close()
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as newer:
         result = newer.restore_latest(state)
-        with pytest.raises(FencedError, match="held by process"):
-            older.save(2, state, touched=touched)
         newer.save(2, result.state, touched=result.touched)
         newer.wait()
         assert newer.all_steps() == [1, 2]
-    older.close()
     assert sorted(Root.open(tmp_path, read_only=True).steps()) == [1, 2]
 
 
@@ -400,23 +400,22 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     older.save(1, state, touched=touched)
     older.wait()
     real = deltackpt.integrity.digest_tree
-    started: queue.Queue[deltackpt.CheckpointManager] = queue.Queue()
     first = threading.Semaphore()
 
     def start_another(*args, **kwargs):
         if first.acquire(blocking=False):
-            started.put(deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS))
+            Root.open(tmp_path)  # Another process.
         return real(*args, **kwargs)
 
     with mock.patch.object(deltackpt.integrity, "digest_tree", start_another):
         older.save(2, state, touched=touched)
         with pytest.raises(DeltackptError) as caught:
             older.wait()
-        holder = started.get(timeout=60)
     assert isinstance(caught.value, (FencedError, SaveFailed))
     with pytest.raises(FencedError):
         older.save(3, state, touched=touched)
     older.close()
+    holder = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     result = holder.restore_latest(state)
     assert result.step == 1
     holder.save(2, result.state, touched=result.touched)

@@ -39,6 +39,9 @@ ELSEWHERE = {
     "the clock never wraps": (
         "test_touched.py::test_the_clock_stops_instead_of_wrapping_and_loses_no_mark"
     ),
+    "no step is lost without close()": (
+        "test_exits.py::test_a_program_that_ends_without_close_loses_no_step"
+    ),
     "any damage is noticed": (
         "test_damage.py::test_damage_of_any_file_is_named_and_an_older_step_restores"
     ),

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that ends with a save in flight and never closes its manager; for test_exits.py.
+
+It takes its task as JSON: where to save, how to end, and what of the save is held back until the
+program's own code has ended, and a while longer, so that it happens in the middle of the exit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import multiprocessing
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import model
+
+import deltackpt
+from deltackpt import pipeline
+from deltackpt.handlers import commit
+
+HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+#: What can be held back: the directories and so all of the save, its rows, its commit.
+STAGES = {
+    "all": (commit.files, "remove_tree"),
+    "write": (pipeline.PendingSave, "_write"),
+    "commit": (commit, "write_step_digests"),
+}
+#: How long after the end of the program's code: enough for an interpreter that does not wait.
+LONGER_SECS = 1.0
+#: Set by the last line of the program.
+leaving = threading.Event()
+never = threading.Event()
+
+
+def states(steps: int) -> list[tuple[Any, Any]]:
+    """The state and its TouchState at steps 0 to ``steps``."""
+    state = model.initial()
+    found = [(state, model.new_touched(state))]
+    for step in range(1, steps + 1):
+        found.append(model.train(*found[-1], step))
+    return found
+
+
+def hold_back(task: dict[str, Any]) -> None:
+    """Makes a stage of every later save wait, fail or hang."""
+    if task["stage"] is None:
+        return
+    where, name = STAGES[task["stage"]]
+    real = getattr(where, name)
+
+    @functools.wraps(real)
+    def later(*args: Any, **kwargs: Any) -> Any:
+        leaving.wait(60)
+        time.sleep(LONGER_SECS)
+        if task["fault"] == "fail":
+            raise OSError("the disk is on fire")
+        if task["fault"] == "hang":
+            never.wait()
+        return real(*args, **kwargs)
+
+    mock.patch.object(where, name, later).start()
+
+
+def train(task: dict[str, Any], keep: Callable[[Any], None]) -> None:
+    """Commits step 1 and leaves step 2 in flight."""
+    manager = deltackpt.CheckpointManager(
+        task["root"],
+        handlers=HANDLERS,
+        options=deltackpt.ManagerOptions(
+            timeouts=deltackpt.Timeouts(close_secs=task["close_secs"])
+        ),
+    )
+    keep(manager)
+    found = states(2)
+    state, marks = found[1]
+    manager.save(1, state, touched=marks)
+    manager.wait()
+    hold_back(task)
+    state, marks = found[2]
+    manager.save(2, state, touched=marks, force_base=task["kind"] == "base")
+
+
+def end(task: dict[str, Any]) -> None:
+    """Ends this program as the task says."""
+    leaving.set()
+    print(json.dumps({"note": "leaving"}), flush=True)
+    if task["ending"] == "raise":
+        raise ValueError("the training diverged")
+    if task["ending"] == "exit":
+        sys.exit(task["code"])
+
+
+def in_daemon(task: dict[str, Any]) -> None:
+    """Trains in a daemon thread, which is never joined."""
+    begun = threading.Event()
+
+    def run() -> None:
+        train(task, kept.append)
+        begun.set()
+        never.wait()
+
+    threading.Thread(target=run, daemon=True).start()
+    begun.wait()
+
+
+def in_thread(task: dict[str, Any], *, opens_late: bool) -> None:
+    """Trains on in a thread when the main thread has ended."""
+    begun = threading.Event()
+
+    def run() -> None:
+        if opens_late:
+            leaving.wait()
+            time.sleep(LONGER_SECS)
+        manager = deltackpt.CheckpointManager(task["root"], handlers=HANDLERS)
+        begun.set()
+        leaving.wait()
+        time.sleep(LONGER_SECS)
+        for step, (state, marks) in enumerate(states(2)[1:], 1):
+            manager.save(step, state, touched=marks)
+
+    threading.Thread(target=run).start()
+    if not opens_late:
+        begun.wait()
+
+
+def in_child(task: dict[str, Any]) -> None:
+    """What a child of multiprocessing runs."""
+    train(task, kept.append)
+    end(task)
+
+
+def children(task: dict[str, Any], method: str, target: Callable[..., None]) -> None:
+    """Runs a child of multiprocessing and prints its exit code."""
+    child = multiprocessing.get_context(method).Process(target=target, args=(task,))
+    child.start()
+    child.join()
+    print(json.dumps({"child": child.exitcode}), flush=True)
+
+
+def idle(task: dict[str, Any]) -> None:
+    """A forked child, which must leave its parent's save alone."""
+    sys.exit(7)
+
+
+kept: list[Any] = []
+
+if __name__ == "__main__":
+    task = {
+        "ending": "end",
+        "kind": "delta",
+        "stage": None,
+        "fault": None,
+        "close_secs": 60.0,
+        "code": 3,
+        "where": "main",
+        **json.loads(sys.argv[1]),
+    }
+    if task["where"] == "main":
+        train(task, kept.append)
+    elif task["where"] == "dropped":
+        train(task, lambda manager: kept.append(weakref.ref(manager)))
+    elif task["where"] == "daemon":
+        in_daemon(task)
+    elif task["where"] == "worker":
+        concurrent.futures.ThreadPoolExecutor(1).submit(train, task, kept.append).result()
+    elif task["where"] == "thread":
+        in_thread(task, opens_late=False)
+    elif task["where"] == "late thread":
+        in_thread(task, opens_late=True)
+    elif task["where"] == "forked":
+        train(task, kept.append)
+        children(task, "fork", idle)
+    elif task["where"] == "child":
+        children(task, "spawn", in_child)
+        sys.exit(0)
+    end(task)

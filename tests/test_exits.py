@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that end without ``close()``: no step is lost, nothing hangs, no failure is silent."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import leaver
+import model
+import pytest
+
+import deltackpt
+from deltackpt import exits, pipeline
+from deltackpt.errors import FencedError, SaveFailed
+
+#: How a program ends, and the exit code of that.
+ENDINGS = {"end": 0, "raise": 1, "exit": 3}
+#: Of a program that does not end by itself; far above what a save takes.
+LIMIT_SECS = 120
+
+
+def leave(
+    root: Path, *, limit_secs: float = LIMIT_SECS, **task: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program that ends with its save of step 2 in flight."""
+    how = task.pop("how", [leaver.__file__])
+    return subprocess.run(
+        [sys.executable, *how, json.dumps({"root": str(root), **task})],
+        capture_output=True,
+        text=True,
+        timeout=limit_secs,
+        cwd=Path(leaver.__file__).parent,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+
+
+def assert_restores(root: Path, step: int) -> None:
+    """The newest step is that one, bit for bit."""
+    state = leaver.states(step)[step][0]
+    with deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS) as manager:
+        found = manager.restore_latest(state)
+    assert found.step == step and not found.skipped
+    model.assert_same(found.state, state)
+
+
+def child_code(found: subprocess.CompletedProcess[str]) -> int:
+    """The exit code of a program's child, which it has printed."""
+    told = [json.loads(line) for line in found.stdout.splitlines()]
+    return next(line["child"] for line in told if "child" in line)
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind", "stage"),
+    [
+        *((ending, kind, "all") for ending in ENDINGS for kind in ("base", "delta")),
+        *((ending, "delta", None) for ending in ENDINGS),
+        ("end", "delta", "write"),
+        ("exit", "base", "write"),
+        ("raise", "delta", "commit"),
+    ],
+)
+def test_a_program_that_ends_without_close_loses_no_step(tmp_path, ending, kind, stage):
+    found = leave(tmp_path, ending=ending, kind=kind, stage=stage)
+    assert found.returncode == ENDINGS[ending], found.stderr
+    assert "Event loop is closed" not in found.stderr
+    assert ("ValueError: the training diverged" in found.stderr) == (ending == "raise")
+    assert_restores(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [["-m", "leaver"], ["-c", "import runpy; runpy.run_module('leaver', run_name='__main__')"]],
+    ids=["module", "string"],
+)
+def test_however_the_program_was_started(tmp_path, how):
+    found = leave(tmp_path, stage="all", how=how)
+    assert found.returncode == 0, found.stderr
+    assert_restores(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("ending", "where"), [*((ending, "main") for ending in ENDINGS), ("end", "dropped")]
+)
+def test_a_save_that_fails_while_the_program_ends_is_told_and_ends_in_120(tmp_path, ending, where):
+    found = leave(tmp_path, ending=ending, stage="write", fault="fail", where=where)
+    assert found.returncode == exits.EXIT_CODE
+    assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
+    assert "deltackpt.errors.SaveFailed" in found.stderr
+    assert ("ValueError: the training diverged" in found.stderr) == (ending == "raise")
+    assert_restores(tmp_path, 1)
+
+
+@pytest.mark.parametrize("ending", ["end", "raise"])
+def test_a_save_that_hangs_holds_the_end_up_no_longer_than_close_secs(tmp_path, ending):
+    found = leave(tmp_path, ending=ending, stage="write", fault="hang", close_secs=3)
+    assert found.returncode == exits.EXIT_CODE
+    assert "expected it to end within 3 s" in found.stderr
+    assert_restores(tmp_path, 1)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=subprocess.TimeoutExpired,
+    reason="threads of Orbax wait five minutes for directories that were not made, and Python for "
+    "its threads; our own step ends them",
+)
+def test_a_save_that_cannot_make_its_directory_does_not_hold_up_the_end(tmp_path):
+    found = leave(tmp_path, limit_secs=20, stage="all", fault="fail")
+    assert found.returncode == exits.EXIT_CODE
+
+
+def test_ctrl_c_gives_up_a_save_that_is_waited_for(tmp_path):
+    task = {"root": str(tmp_path), "stage": "write", "fault": "hang", "close_secs": LIMIT_SECS}
+    with subprocess.Popen(
+        [sys.executable, leaver.__file__, json.dumps(task)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    ) as program:
+        assert program.stdout is not None and program.stderr is not None
+        assert json.loads(program.stdout.readline()) == {"note": "leaving"}
+        while program.poll() is None:
+            # The first may come while the program's own code still runs.
+            program.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(0.5)
+        assert program.returncode == exits.EXIT_CODE
+        assert "interrupted; the save in flight is lost" in program.stderr.read()
+    assert_restores(tmp_path, 1)
+
+
+def test_a_manager_that_nobody_holds_any_more_finishes_its_save(tmp_path):
+    found = leave(tmp_path, stage="all", where="dropped")
+    assert found.returncode == 0, found.stderr
+    assert_restores(tmp_path, 2)
+
+
+@pytest.mark.parametrize("where", ["daemon", "worker"])
+def test_the_save_of_a_thread_that_never_ends_by_itself_is_finished(tmp_path, where):
+    """A daemon, and a worker of an executor, which ends when Python tells it to."""
+    found = leave(tmp_path, stage="all", where=where)
+    assert found.returncode == 0, found.stderr
+    assert_restores(tmp_path, 2)
+
+
+def test_a_thread_that_trains_on_when_the_main_thread_has_ended_saves(tmp_path):
+    found = leave(tmp_path, where="thread")
+    assert found.returncode == 0, found.stderr
+    assert_restores(tmp_path, 2)
+
+
+def test_a_manager_that_is_opened_after_the_end_is_refused(tmp_path):
+    found = leave(tmp_path, where="late thread")
+    assert "deltackpt.errors.ClosedError" in found.stderr
+    assert "let the main thread join the one that trains" in found.stderr
+
+
+def test_a_forked_child_leaves_the_save_of_its_parent_alone(tmp_path):
+    found = leave(tmp_path, stage="all", where="forked")
+    assert (found.returncode, child_code(found)) == (0, 7), found.stderr
+    assert_restores(tmp_path, 2)
+
+
+@pytest.mark.parametrize("ending", ["end", "raise"])
+def test_a_child_of_multiprocessing_loses_no_step(tmp_path, ending):
+    found = leave(tmp_path, stage="all", where="child", ending=ending)
+    assert child_code(found) == ENDINGS[ending], found.stderr
+    assert_restores(tmp_path, 2)
+
+
+def test_a_save_that_fails_while_a_child_ends_is_told(tmp_path):
+    found = leave(tmp_path, stage="write", fault="fail", where="child")
+    assert child_code(found) in (1, exits.EXIT_CODE)
+    assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
+
+
+# Another manager on the directory, in the same process.
+
+
+def opened(root: Path, **timeouts: float) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(timeouts=deltackpt.Timeouts(**timeouts))
+    return deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS, options=options)
+
+
+@contextlib.contextmanager
+def held_back(fault: Exception | None = None) -> Iterator[threading.Event]:
+    """Saves write nothing before the event is set, and then fail where they shall."""
+    go, real = threading.Event(), pipeline.PendingSave._write
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        assert go.wait(LIMIT_SECS)
+        if fault is not None:
+            raise fault
+        return real(*args, **kwargs)
+
+    with mock.patch.object(pipeline.PendingSave, "_write", later):
+        yield go
+
+
+@contextlib.contextmanager
+def set_by_another(go: threading.Event) -> Iterator[None]:
+    """Sets the event as soon as the managers of a directory are asked to end."""
+    real = exits.take_over
+
+    def take_over(directory: Any) -> Any:
+        go.set()
+        return real(directory)
+
+    with mock.patch.object(exits, "take_over", take_over):
+        yield
+
+
+def named(root: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another path of a directory."""
+    link = root.with_name("link")
+    if how == "link":
+        link.symlink_to(root)
+    elif how == "link above":
+        link.symlink_to(root.parent)
+    monkeypatch.chdir(root.parent)
+    return {
+        "same": root,
+        "relative": Path(root.name),
+        "dots": root / ".." / root.name,
+        "link": link,
+        "link above": link / root.name,
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["same", "relative", "dots", "link", "link above"])
+def test_another_manager_on_the_directory_ends_the_saves_of_the_first(tmp_path, monkeypatch, how):
+    """A cell of a notebook that is run twice: nothing was closed."""
+    root, (state, marks) = tmp_path / "root", leaver.states(0)[0]
+    first = opened(root)
+    with held_back() as go, set_by_another(go):
+        first.save(1, state, touched=marks)
+        second = opened(named(root, how, monkeypatch))
+    with second:
+        found = second.restore_latest(state)
+        assert found.step == 1
+        for call in (lambda: first.save(2, state), first.wait, lambda: first.restore(1)):
+            with pytest.raises(FencedError, match="another manager of this process was opened"):
+                call()
+        first.close()
+        assert second.save(2, found.state, touched=found.touched).kind == "delta"
+    assert_same_steps(root, [1, 2])
+
+
+def assert_same_steps(root: Path, steps: list[int]) -> None:
+    with deltackpt.CheckpointManager(
+        root, handlers=leaver.HANDLERS, options=deltackpt.ManagerOptions(read_only=True)
+    ) as reader:
+        assert reader.all_steps() == steps
+
+
+def test_a_failed_save_of_the_first_is_told_to_both(tmp_path):
+    state, marks = leaver.states(0)[0]
+    first = opened(tmp_path)
+    first.save(1, state, touched=marks)
+    first.wait()
+    with held_back(OSError("the disk is on fire")) as go, set_by_another(go):
+        first.save(2, state, touched=marks)
+        with pytest.warns(UserWarning, match="the save of step 2 failed: OSError: the disk"):
+            second = opened(tmp_path)
+    with second:
+        assert second.restore_latest(state).step == 1
+    with pytest.raises(SaveFailed, match="step 2"):
+        first.close()
+    first.close()
+
+
+def test_a_save_that_hangs_does_not_keep_another_manager_from_the_directory(tmp_path):
+    state, marks = leaver.states(0)[0]
+    first = opened(tmp_path, close_secs=1.0)
+    with held_back() as go:
+        first.save(1, state, touched=marks)
+        with pytest.warns(UserWarning, match="expected it to end within 1.0 s"):
+            second = opened(tmp_path)
+        go.set()
+        threads = [thread for thread in threading.enumerate() if thread.name == "save_finalize"]
+        for thread in threads:
+            threading.Thread.join(thread, LIMIT_SECS)  # Orbax's own raises what went wrong.
+    with second:
+        assert second.restore_latest(state) is None
+        second.save(1, state, touched=marks)
+    first.close()
+    assert_same_steps(tmp_path, [1])
+
+
+def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
+    state, marks = leaver.states(0)[0]
+    reader_options = deltackpt.ManagerOptions(read_only=True)
+    with opened(tmp_path / "a") as first:
+        first.save(1, state, touched=marks)
+        first.wait()
+        with (
+            deltackpt.CheckpointManager(
+                tmp_path / "a", handlers=leaver.HANDLERS, options=reader_options
+            ) as reader,
+            opened(tmp_path / "b") as other,
+        ):
+            other.save(1, state, touched=marks)
+            first.save(2, state, touched=marks)
+            first.wait()
+        with opened(tmp_path / "a"):
+            pass
+        assert reader.all_steps() == [1, 2]
+        assert other.all_steps() == [1]
+
+
+def test_a_manager_that_is_not_closed_warns_when_it_goes(tmp_path):
+    manager = opened(tmp_path)
+    gone = weakref.ref(manager)
+    with pytest.warns(ResourceWarning, match="was not closed: use it in a with statement"):
+        del manager
+        gc.collect()
+    assert gone() is None
