@@ -39,29 +39,44 @@ def new_touched(state: dict) -> touched.TouchState:
     return touched.init({f"tables/{name}": leaf for name, leaf in state["tables"].items()})
 
 
-def train(
-    state: dict, touch_state: touched.TouchState, seed: int, *, rows: int = 20
-) -> tuple[dict, touched.TouchState]:
-    """One step: some rows of some tables change with their slots, and all dense leaves do."""
+def move(state: dict, seed: int, *, rows: int = 20) -> tuple[dict, dict[str, jax.Array]]:
+    """One step: some rows of some tables change with their slots, and all dense leaves do.
+
+    Returns:
+      The state after it, and the ids of the rows that changed, by the tables' full names.
+    """
     rng = np.random.default_rng(seed)
-    marks = {}
+    ids = {}
     tables, slots = dict(state["tables"]), dict(state["slots"])
     for name, count in ROWS.items():
-        ids = rng.integers(0, count, int(rng.integers(0, rows + 1)))
-        if ids.size == 0:
+        drawn = rng.integers(0, count, int(rng.integers(0, rows + 1)))
+        if drawn.size == 0:
             continue
-        change = rng.normal(size=(ids.size, WIDTH[name])).astype(np.float32)
-        tables[name] = tables[name].at[ids].set(change)
-        slots[name] = slots[name].at[ids].add(1.0)
-        marks[f"tables/{name}"] = jnp.asarray(ids)
+        change = rng.normal(size=(drawn.size, WIDTH[name])).astype(np.float32)
+        # In numpy, and ids of one size: each other number of ids would be compiled anew.
+        table, slot = np.array(tables[name]), np.array(slots[name])
+        table[drawn] = change
+        np.add.at(slot, drawn, 1.0)
+        tables[name] = jax.device_put(table, getattr(tables[name], "sharding", None))
+        slots[name] = jax.device_put(slot, getattr(slots[name], "sharding", None))
+        ids[f"tables/{name}"] = jnp.asarray(np.resize(drawn, max(rows, 1)))
     moved = {
+        **state,
         "tables": tables,
         "slots": slots,
         "dense": {"kernel": state["dense"]["kernel"] + 1, "none": None},
         "key": jax.random.fold_in(state["key"], seed),
         "step": state["step"] + 1,
     }
-    return moved, touched.mark(touch_state, marks)
+    return moved, ids
+
+
+def train(
+    state: dict, touch_state: touched.TouchState, seed: int, *, rows: int = 20
+) -> tuple[dict, touched.TouchState]:
+    """One step, and its rows marked."""
+    moved, ids = move(state, seed, rows=rows)
+    return moved, touched.mark(touch_state, ids)
 
 
 def assert_same(found: dict, expected: dict) -> None:

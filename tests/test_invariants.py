@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The invariants, against a model that keeps every state in memory.
 
-Random sequences of marks or none, saves, failed writes, abandoned processes, rollbacks, retention,
-compactions and restores: whatever happens, each committed step restores to the state that was
-given to it, the newest committed step is the one that restores, and kept steps keep their chains.
+Random sequences of what loops do: train, save with or without waiting, calls that fail, kills in
+the middle of a save, rollbacks on disk and in memory, tracking that starts again or was forgotten,
+looks at older steps, retention, compactions, restarts. No rule waits for a save unless waiting is
+what it does, so each finds whatever is in flight. Whatever happens, each committed step restores to
+the state that was given to it, what was waited for stays, and the newest committed step is the one
+that restores.
 """
 
 from __future__ import annotations
@@ -11,190 +14,439 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
 from unittest import mock
 
+import faults
 import hypothesis.strategies as st
+import jax
 import model
+import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import deltackpt
-from deltackpt import compact
-from deltackpt.errors import DeltackptError, SaveFailed, StepGone
+from deltackpt import compact, touched
+from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
 from deltackpt.storage import arrays
+from deltackpt.touched import TouchState, TrackState
 
 POLICIES = (
     deltackpt.Consecutive(max_chain=4),
     deltackpt.OneShot(max_chain=3),
     deltackpt.Intermittent(max_chain=6),
 )
+#: How touched rows are known: a TouchState given to ``save``, one in the state as ``track`` keeps
+#: it, both, each of which knows some of the rows only, or none.
+TRACKING = ("given", "in the state", "both", "fingerprints")
+#: Drawn where one of several steps is meant. How many there are depends on what is in flight, and
+#: a choice of Hypothesis must not.
+WHICH = st.integers(0, 7)
+ROWS = st.sampled_from([0, 5, 400])
+#: A save changes the directory in some dozens of calls, a removal in more.
+CALLS = st.one_of(st.integers(0, 30), st.integers(0, 200))
+#: Calls that may fail: those of our writers, and the commit. Where Orbax cannot make a directory,
+#: its own threads wait for one another for a minute.
+OURS = r"embeddings[^/]*/.|\d+$"
+
+
+WRITE_ARRAY = arrays.write_array
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Drives a CheckpointManager beside a dict of step to state."""
+    """Drives a CheckpointManager beside a dict of step to the states that it may hold.
+
+    Of a step that was cut off by a kill while another of its number stood, either may be there.
+    """
+
+    manager: deltackpt.CheckpointManager | None = None
 
     @initialize(
         policy=st.sampled_from(POLICIES),
-        retention=st.sampled_from([None, 1, 2]),
+        retention=st.sampled_from([None, None, 1, 2]),
         staging_bytes=st.sampled_from([1, 1 << 24]),
         codec=st.sampled_from(["raw", "raw", "lossless", "adaptive4", "bf16"]),
         bases=st.sampled_from(["periodic", "compacted"]),
-        tracking=st.sampled_from(["marks", "fingerprints"]),
+        when_busy=st.sampled_from(["wait", "wait", "skip", "coalesce"]),
+        tracking=st.sampled_from(TRACKING),
     )
-    def start(self, policy, retention, staging_bytes, codec, bases, tracking):
-        self.root = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
+    def start(self, policy, retention, staging_bytes, codec, bases, when_busy, tracking):
+        self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
+        self.roots = 0
+        self.patch = mock.patch.object(arrays, "write_array", self.write_array)
+        self.patch.start()
+        self.tracking = tracking
         self.options = deltackpt.ManagerOptions(
-            tracking=tracking,
+            tracking="fingerprints" if tracking == "fingerprints" else "marks",
             policy=policy,
             bases=bases,
             retention=retention,
             staging_bytes=staging_bytes,
+            when_busy=when_busy,
             durability="process",
         )
         self.codec = codec
-        self.saved: dict[int, dict] = {}
-        self.step = 0
-        self.seed = 0
-        self.state = model.initial()
-        self.touched = model.new_touched(self.state)
-        self.open()
+        #: Step to the states of which one is to be found there; no other step may be there.
+        self.given: dict[int, list[dict]] = {}
+        #: Committed steps that nothing but retention may have removed.
+        self.sure: set[int] = set()
+        #: The save that is in flight, or was.
+        self.pending: int | None = None
+        self.seed = self.identities = 0
+        self.open(self.folder / "0")
+        self.start_training()
 
-    def open(self):
-        tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=self.codec)
-        self.manager = deltackpt.CheckpointManager(
-            self.root, handlers={"embeddings": tables}, options=self.options
+    def open(self, root):
+        self.root, self.faults = root, faults.Faults(root)
+        self.manager = self.new_manager(self.codec, self.options)
+        self.reader = self.new_manager("raw", deltackpt.ManagerOptions(read_only=True))
+        #: TouchStates that it has seen, or made; the step that it restored since its last save,
+        #: and the TouchState that it made then.
+        self.known: set[int] = set()
+        self.looked: tuple[int, int] | None = None
+
+    def write_array(self, directory, *arguments, **named):
+        self.faults.enter(str(directory))
+        return WRITE_ARRAY(directory, *arguments, **named)
+
+    def new_manager(self, codec, options):
+        tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=codec)
+        return deltackpt.CheckpointManager(
+            self.root, handlers={"embeddings": tables}, options=options
         )
 
     def teardown(self):
-        if hasattr(self, "manager"):
+        if self.manager is None:
+            return
+        try:
+            self.settle()
+            for step in self.manager.all_steps():
+                self.check(self.reader.restore(step, self.state).state, step)
+        finally:
+            self.close()
+            self.patch.stop()
+            shutil.rmtree(self.folder)
+
+    def close(self):
+        try:
             self.manager.close()
-            shutil.rmtree(self.root)
+        except (DeltackptError, OSError):
+            assert self.faults.fired
+        finally:
+            self.reader.close()
+            self.faults.close()
 
-    def check(self, found: dict, step: int):
-        model.assert_same_or_decoded(found, self.saved[step], self.codec)
+    # Training.
 
-    def committed(self) -> dict[int, dict]:
-        return {step: self.saved[step] for step in self.manager.all_steps()}
+    def start_training(self):
+        self.step = 0
+        self.touched: TouchState | None = None
+        self.state = model.initial()
+        self.track_anew()
+        self.remember()
 
-    @rule(steps=st.integers(1, 3), rows=st.sampled_from([0, 5, 400]))
+    @rule(steps=st.integers(1, 3), rows=ROWS)
     def train(self, steps, rows):
         for _ in range(steps):
-            self.step += 1
-            self.seed += 1
-            self.state, self.touched = model.train(self.state, self.touched, self.seed, rows=rows)
+            self.move(rows)
 
-    def marks(self) -> deltackpt.TouchState | None:
-        return self.touched if self.options.tracking == "marks" else None
+    def move(self, rows, *, forgotten=False):
+        """One step; where that is forgotten, the TouchStates stay what they were before it."""
+        self.step += 1
+        self.seed += 1
+        self.state, ids = model.move(self.state, self.seed, rows=rows)
+        if forgotten:
+            return
+        first = second = ids
+        if self.tracking == "both":
+            # Each knows of some rows only.
+            first = {name: rows[: len(rows) // 2] for name, rows in ids.items()}
+            second = {name: rows[len(rows) // 2 :] for name, rows in ids.items()}
+        if self.touched is not None:
+            self.touched = touched.mark(self.touched, first)
+        if "opt" in self.state:
+            marked = touched.mark(self.state["opt"].touched, second)
+            self.state = {**self.state, "opt": TrackState(marked, ())}
+
+    def track_anew(self, *, jitted=False):
+        tables = {f"tables/{name}": table for name, table in self.state["tables"].items()}
+        init = jax.jit(touched.init) if jitted else touched.init
+        if self.tracking in ("given", "both"):
+            self.touched = init(tables)
+        if self.tracking in ("in the state", "both"):
+            self.state = {**self.state, "opt": TrackState(init(tables), ())}
+        self.identity = self.new_identity()
+
+    def new_identity(self) -> int:
+        self.identities += 1
+        return self.identities
+
+    @rule(steps=st.integers(0, 6), rows=ROWS, jitted=st.booleans())
+    def track_from_here(self, steps, rows, jitted):
+        """As a loop that calls ``touched.init`` at each epoch."""
+        self.track_anew(jitted=jitted)
+        for _ in range(steps):
+            self.move(rows)
+        self.take()
+
+    @rule(rows=ROWS)
+    def forget(self, rows):
+        """The step's TouchState is thrown away, and the state is not."""
+        self.move(rows, forgotten=True)
+        self.take()
+
+    @rule()
+    def remember(self):
+        self.kept = (self.state, self.touched, self.identity)
+
+    @rule(steps=st.integers(0, 6), rows=ROWS)
+    def go_back_in_memory(self, steps, rows):
+        """As after a loss that is no number; the steps are counted on."""
+        self.state, self.touched, self.identity = self.kept
+        for _ in range(steps):
+            self.move(rows)
+        self.take()
+
+    # Saving.
 
     @rule(force_base=st.booleans())
     def save(self, force_base):
-        self.step += 1
-        self.manager.save(self.step, self.state, touched=self.marks(), force_base=force_base)
-        self.saved[self.step] = self.state
+        self.take(force_base=force_base)
+
+    @rule(rows=ROWS, at=st.integers(0, 30))
+    def save_and_fail(self, rows, at):
+        """One call fails, if not of this save then of a later one: a typed error, nothing lost."""
+        self.move(rows)
+        self.faults.fail_once(at, OURS)
+        self.take()
+
+    @rule()
+    def save_if_due(self):
+        self.take(self.manager.save_if_due)
 
     @rule()
     def wait(self):
-        self.manager.wait()
-        newest = max(self.saved, default=None)
-        assert self.manager.latest_step() == newest
+        self.settle()
 
-    @rule(after=st.integers(0, 3))
-    def failed_write(self, after):
-        """A save whose storage fails part way: typed error, nothing lost."""
-        self.manager.wait()
+    def take(self, save=None, **arguments):
+        """Saves, and notes what may be found from now on."""
         self.step += 1
-        real, calls = arrays.write_array, iter(range(100))
+        before = self.given.get(self.step, [])
+        self.given[self.step] = [*before, without_tracking(self.state)]
+        behind = self.goes_back_to()
+        if behind is not None:
+            self.sure -= {step for step in self.sure if step > behind}
+        try:
+            saved = (save or self.manager.save)(
+                self.step, self.state, touched=self.touched, **arguments
+            )
+        except SaveFailed as error:
+            assert self.faults.fired, error
+            assert self.pending is not None and f"step {self.pending} failed" in str(error)
+            self.pending, saved = None, error.taken
+        except (DeltackptError, OSError) as error:
+            # It failed before it was in flight.
+            assert self.faults.fired, error
+            self.look_for_pending()
+            return
+        if saved is None or saved.kind is None:
+            self.given[self.step] = before
+            return
+        self.keep_pending()
+        if behind is not None:
+            self.given = {step: found for step, found in self.given.items() if step <= behind}
+        self.given[self.step] = [without_tracking(self.state)]
+        self.pending, self.looked = self.step, None
+        self.known.add(self.identity)
+        self.look_beside()
 
-        def failing(*args, **kwargs):
-            if next(calls) >= after:
-                raise OSError(5, "injected")
-            return real(*args, **kwargs)
+    def goes_back_to(self) -> int | None:
+        """The step after which a save moves others aside, or may."""
+        if self.looked is None:
+            return None
+        step, identity = self.looked
+        goes_on = self.identity in self.known and self.identity != identity
+        return None if goes_on and self.tracking != "fingerprints" else step
 
-        with mock.patch.object(arrays, "write_array", failing):
-            self.manager.save(self.step, self.state, touched=self.marks())
+    def settle(self):
+        self.faults.disarm()
+        try:
+            self.manager.wait()
+        except SaveFailed as error:
+            assert self.faults.fired, error
+            self.pending = None
+        self.keep_pending()
+        self.faults.fired = False
+        self.check_listed()
+
+    def keep_pending(self):
+        """What was in flight is committed."""
+        if self.pending is not None:
+            # What was committed after a kill is not there.
+            if self.faults.image is None:
+                self.sure.add(self.pending)
+            self.pending = None
+
+    def look_for_pending(self):
+        """What was in flight is committed, or failed without a word that a caller would get."""
+        if self.pending in self.manager.all_steps():
+            self.keep_pending()
+        assert self.pending is None or self.faults.fired
+        self.pending = None
+
+    # Looking.
+
+    def check(self, found, step) -> dict:
+        assert step in self.given, f"step {step} was never committed"
+        *others, last = self.given[step]
+        for state in others:
+            with contextlib.suppress(AssertionError):
+                model.assert_same_or_decoded(without_tracking(found), state, self.codec)
+                return state
+        model.assert_same_or_decoded(without_tracking(found), last, self.codec)
+        return last
+
+    def check_listed(self):
+        """What was committed is there, unless retention has removed it."""
+        listed = set(self.manager.all_steps())
+        assert listed <= self.given.keys()
+        if self.options.retention is None:
+            assert self.sure <= listed
+        assert max(listed, default=0) >= max(self.sure, default=0)
+        return listed
+
+    def look_beside(self):
+        """What another process finds while a save is in flight."""
+        for step in self.reader.all_steps()[-2:]:
             try:
-                self.manager.wait()
-                self.saved[self.step] = self.state
-            except SaveFailed as error:
-                assert str(self.step) in str(error)
+                found = self.reader.restore(step, self.state)
+            except (StepGone, StepNotFound):
+                assert step not in self.reader.all_steps()
+            else:
+                self.check(found.state, step)
 
-    @precondition(lambda self: hasattr(self, "manager") and len(self.saved) > 0)
-    @rule(data=st.data(), workers=st.integers(1, 2))
-    def compact(self, data, workers):
-        """Beside a save in flight, like anybody."""
-        step = data.draw(st.sampled_from(self.manager.all_steps()))
-        with contextlib.suppress(StepGone):
-            compact.compact(self.root, step=step, workers=workers)
+    def restored(self, which):
+        """An older step, by the manager that goes on saving."""
+        self.faults.disarm()
+        listed = self.manager.all_steps()
+        if not listed:
+            return None
+        try:
+            result = self.manager.restore(listed[which % len(listed)], self.state)
+        except (StepGone, StepNotFound):
+            result = None
+        self.look_for_pending()
+        if result is not None:
+            self.came_back(result)
+        return result
 
-    @rule()
-    def crash_and_restart(self):
-        """A new process finds what was committed; the old manager never finishes."""
-        self.manager.wait()
-        self.manager.close()
-        self.open()
-        self.restore_newest()
+    def came_back(self, result):
+        self.check(result.state, result.step)
+        self.looked = (result.step, self.new_identity())
+        self.known.add(self.identities)
+
+    def adopt(self, result):
+        self.state, self.step = result.state, result.step
+        self.touched = result.touched if self.tracking in ("given", "both") else None
+        self.identity = self.identities
+
+    @rule(which=WHICH)
+    def look(self, which):
+        """Training goes on with what is in memory."""
+        self.restored(which)
+
+    @rule(which=WHICH, rows=ROWS)
+    def roll_back(self, which, rows):
+        result = self.restored(which)
+        if result is not None:
+            self.adopt(result)
+            self.move(rows)
+            self.take()
 
     @rule()
     def restore_newest(self):
+        self.faults.disarm()
         result = self.manager.restore_latest(self.state)
-        if not self.saved:
-            assert result is None
-            return
-        assert result is not None and result.step == max(self.saved)
-        self.check(result.state, result.step)
-        self.adopt(result)
+        self.look_for_pending()
+        if result is not None:
+            assert result.step == max(self.check_listed())
+            assert not result.skipped
+            self.came_back(result)
+            self.adopt(result)
 
-    @precondition(lambda self: hasattr(self, "manager") and len(self.saved) > 0)
-    @rule(data=st.data())
-    def roll_back(self, data):
-        self.manager.wait()
-        step = data.draw(st.sampled_from(self.manager.all_steps()))
-        result = self.manager.restore(step, self.state)
-        self.check(result.state, step)
-        self.adopt(result)
-        self.step = step
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.save(False)
-        self.saved = {s: v for s, v in self.saved.items() if s <= step or s == self.step}
+    @rule(which=WHICH, workers=st.integers(1, 2))
+    def compact(self, which, workers):
+        """Beside a save in flight, like anybody."""
+        self.faults.disarm()
+        self.fold(which, workers)
+        self.look_beside()
 
-    def adopt(self, result):
-        self.state, self.touched = result.state, result.touched
-        self.step = max(self.step, result.step)
+    def fold(self, which, workers):
+        listed = self.manager.all_steps()
+        if listed:
+            with contextlib.suppress(StepGone, StepNotFound):
+                compact.compact(self.root, step=listed[which % len(listed)], workers=workers)
 
-    @invariant()
-    def every_committed_step_restores(self):
-        if not hasattr(self, "manager"):
-            return
-        self.manager.wait()
-        steps = self.manager.all_steps()
-        assert set(steps) <= set(self.saved)
-        self.saved = self.committed()
-        options = deltackpt.ManagerOptions(read_only=True)
-        tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
-        with deltackpt.CheckpointManager(
-            self.root, handlers={"embeddings": tables}, options=options
-        ) as reader:
-            for step in steps[-3:]:
-                try:
-                    result = reader.restore(step, self.state)
-                except DeltackptError as error:
-                    raise AssertionError(f"step {step} of {steps} does not restore") from error
-                self.check(result.state, step)
+    # Ending.
+
+    @rule()
+    def restart(self):
+        self.settle()
+        self.close()
+        self.find(self.root)
+
+    @rule(
+        rows=ROWS,
+        at=CALLS,
+        which=WHICH,
+        during=st.sampled_from(["save", "saves", "rollback", "compaction", "start"]),
+    )
+    def kill(self, rows, at, which, during):
+        """What is in flight ends with the process: a copy of the directory goes on."""
+        result = self.restored(which) if during == "rollback" else None
+        self.roots += 1
+        before = dict(self.given)
+        self.faults.copy_once(at, self.folder / str(self.roots))
+        if result is not None:
+            self.adopt(result)
+        elif during == "compaction":
+            self.fold(which, 1)
+        for _ in range(2 if during == "saves" else 1):
+            self.move(rows)
+            self.take()
+        if during == "start":
+            self.manager.wait()
+            self.keep_pending()
+            self.new_manager(self.codec, self.options).close()
+        root = self.faults.copy_now()
+        for step, states in before.items():
+            self.given[step] = [*states, *self.given.get(step, [])]
+        self.faults.fired = True
+        self.close()
+        self.find(root)
+
+    def find(self, root):
+        """A new process goes on from what it finds."""
+        self.open(root)
+        listed = self.check_listed()
+        self.sure, self.pending = set(listed), None
+        self.given = {step: self.given[step] for step in listed}
+        for step in listed:
+            self.given[step] = [self.check(self.reader.restore(step, self.state).state, step)]
+        self.start_training()
+        self.restore_newest()
+
+
+def without_tracking(state: dict) -> dict:
+    return {name: part for name, part in state.items() if name != "opt"}
 
 
 ManagerMachine.TestCase.settings = settings(
     max_examples=15,
-    stateful_step_count=15,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestManager = ManagerMachine.TestCase
+# Rollbacks, saves that failed in the background and failed proofs are told in warnings.
+TestManager.pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]
