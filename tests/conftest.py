@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Both are read once, when jax first makes its backends: set before anything imports jax.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,6 +24,7 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+import campaign
 import hypothesis
 import pytest
 
@@ -30,6 +34,7 @@ hypothesis.settings.load_profile("deltackpt")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _RECORD = "record"
+_FIGURES = "figures"
 #: Files whose tests start clusters or many processes, which never run two at once.
 CROWDED = {
     "test_benchmarks",
@@ -47,13 +52,46 @@ CROWDED = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the long loops; workers get those of the process that starts them."""
+    group = parser.getgroup("long loops")
+    group.addoption("--long", choices=("part", "full"), default="part", help="how much they do")
+    group.addoption("--long-seed", type=int, help="what they draw from; fresh by default")
+    group.addoption("--long-summary", default="build/long_loops", help="where it is written to")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draws a seed where none was given, once for all workers."""
+    given = getattr(config, "workerinput", {}).get("long_seed", config.option.long_seed)
+    config.option.long_seed = secrets.randbelow(1 << 32) if given is None else given
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, for each worker."""
+    node.workerinput["long_seed"] = node.config.option.long_seed
+
+
+def _campaign(config: pytest.Config) -> campaign.Campaign:
+    return campaign.Campaign(config.option.long == "full", config.option.long_seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What repeats the long loops."""
+    return str(_campaign(config)) if config.option.markexpr == "long" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same."""
+    """Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same.
+
+    A test with a group of its own may run beside the others of its file.
+    """
     if not config.pluginmanager.has_plugin("xdist"):
         return
     for item in items:
         stem = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
 
 
 @pytest.fixture
@@ -62,14 +100,34 @@ def record(record_property: Callable[[str, object], None]) -> Callable[[str], No
     return functools.partial(record_property, _RECORD)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.fixture
+def figures(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """What takes the name of a loop and its figures; those of several tests are added up."""
+
+    def take(loop: str, **found: object) -> None:
+        record_property(_FIGURES, (loop, found))
+
+    return take
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Prints what tests recorded; their own output stays in the workers."""
+    figures = []
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             lines = [line for name, line in report.user_properties if name == _RECORD]
+            figures += [found for name, found in report.user_properties if name == _FIGURES]
             if lines:
                 terminalreporter.section(report.nodeid)
                 terminalreporter.write_line("\n".join(map(str, lines)))
+    if figures:
+        started = terminalreporter._session_start.time  # As the last line of pytest.
+        found = campaign.summary(_campaign(config), figures, time.time() - started)
+        campaign.write(found, REPOSITORY / config.option.long_summary)
+        terminalreporter.section(str(_campaign(config)))
+        terminalreporter.write_line(campaign.markdown(found))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,14 @@ from collections.abc import Iterator
 
 import harness
 import pytest
+from campaign import Campaign
+
+
+@pytest.fixture(scope="session")
+def campaign(request) -> Campaign:
+    """How much to do, and what to draw from."""
+    option = request.config.option
+    return Campaign(option.long == "full", option.long_seed)
 
 
 @pytest.fixture(scope="session")

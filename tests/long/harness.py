@@ -10,16 +10,18 @@ import itertools
 import json
 import os
 import queue
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import required
 
 HERE = Path(__file__).resolve().parent
 #: A training process that says nothing for so long hangs.
@@ -64,6 +66,10 @@ class Trainees:
         self._numbers = itertools.count()
         environment = {**os.environ, "LD_PRELOAD": str(_shim(directory)), "JAX_PLATFORMS": "cpu"}
         environment["XLA_FLAGS"] = ""
+        # What each process would compile anew: most of the time until its first save.
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(directory / "compiled")
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         self._server = subprocess.Popen(
             [sys.executable, str(HERE / "trainee.py")],
             stdin=subprocess.PIPE,
@@ -146,6 +152,18 @@ class Running:
                 self._notes.append(note)
                 yield note
 
+    def end(self, kind: str, secs: float | None, action: Callable[[], None]) -> Ended:
+        """Lets it run until it ends; acts some time after its first note of a kind."""
+        timer: threading.Timer | None = None
+        for note in self:
+            if secs is not None and timer is None and note["note"] == kind:
+                timer = threading.Timer(secs, action)
+                timer.start()
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        return self.ended()
+
     def kill(self) -> None:
         """SIGKILL, unless it has ended by itself."""
         with contextlib.suppress(ProcessLookupError):
@@ -162,6 +180,88 @@ class Running:
         return Ended(self._status, self._notes, calls)
 
 
+class Expected:
+    """What each step of a directory may hold, by what its trainers said before they died.
+
+    Attributes:
+      waited_for: the newest step for which ``wait()`` had returned, and nobody went back behind.
+      restored: how many restores were compared.
+    """
+
+    def __init__(self) -> None:
+        self.waited_for = 0
+        self.restored = 0
+        #: Step to the histories that may stand there.
+        self._may_be: dict[int, set[str]] = {}
+
+    def check(self, ended: Ended, standing: int) -> None:
+        """Checks a process's restores against what was noted, and takes in what it noted.
+
+        Args:
+          ended: a process that started where another was killed.
+          standing: the newest committed step when it did.
+        """
+        begun = saved = None
+        for note in ended.notes:
+            kind = note["note"]
+            if kind == "ready":
+                assert note["step"] == standing >= self.waited_for, (note, standing, vars(self))
+                assert note["skipped"] == 0, note
+                assert not [left for left in note["leftovers"] if "orbax" in left], note
+                self._may_be = {
+                    step: found for step, found in self._may_be.items() if step <= standing
+                }
+            if kind in ("ready", "looked") and note["step"]:
+                assert note["wrong"] is None, note
+                assert note["history"] in self._may_be[note["step"]], (note, self._may_be)
+                self.restored += 1
+            elif kind == "rolling":
+                self.waited_for = min(self.waited_for, note["step"])
+            elif kind == "begun":
+                step, history = note["step"], note["history"]
+                known = self._may_be.setdefault(step, set())
+                begun = (step, history, history not in known)
+                known.add(history)
+            elif kind == "skipped":
+                assert begun is not None
+                if begun[2]:
+                    self._may_be[begun[0]].remove(begun[1])
+                begun = None
+            elif kind == "saving":
+                saved = begun
+            elif kind == "waited" and saved is not None:
+                self._may_be[saved[0]] = {saved[1]}
+                self.waited_for = saved[0]
+
+
+def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
+    """A task of a training process: what it does between its start and its end.
+
+    Args:
+      random_: what it is drawn from.
+      life: its number in the directory, from 1.
+      doings: how many things it does.
+    """
+    drawn: list[list[str | int]] = []
+    names = ("save", "keep", "back", "init", "look", "roll", "save_if_due")
+    for doing in random_.choices(names, (8, 2, 2, 1, 2, 1, 1), k=doings):
+        if doing == "keep":
+            drawn.append([doing])
+        elif doing in ("look", "roll"):
+            drawn.append([doing, random_.randrange(4)])
+        else:
+            # As many steps: the clock of marks that were taken back passes the parent's, or not.
+            drawn.append([doing, random_.choice((1, 1, 2, 5))])
+        if random_.random() < 0.5:
+            drawn.append(["wait"])
+    return {
+        "doings": drawn,
+        "branch": 1000 * life,
+        "when_busy": random_.choice(("wait", "wait", "skip", "coalesce")),
+        "retention": random_.choice((1, 2, 2, 4)),
+    }
+
+
 def phase(call: str, path: str) -> str:
     """What a save, a start or a removal was about when it entered an I/O call.
 
@@ -170,6 +270,8 @@ def phase(call: str, path: str) -> str:
       path: its path below the root, that of the new name for a rename.
     """
     top, _, below = path.lstrip("/").partition("/")
+    if top.startswith("rolled-back"):
+        return "rollback: later steps aside"
     if top.startswith("deleted"):
         return "removal: rename into the trash" if call == "rename" else "removal: collection"
     if top.startswith((".lease", "lease")) or not top:
@@ -207,6 +309,7 @@ PHASES = (
     "commit: rename, fsync of the directory",
     "removal: rename into the trash",
     "removal: collection",
+    "rollback: later steps aside",
 )
 
 
@@ -217,6 +320,7 @@ MATCHES = {
     "commit: digests of the step": "digests.step",
     "commit: rename, fsync of the directory": "fsync \n",
     "removal: rename into the trash": "rename /deleted",
+    "rollback: later steps aside": "rolled-back",
 }
 
 
@@ -232,8 +336,7 @@ def newest(root: Path) -> int:
 
 def _shim(directory: Path) -> Path:
     """Builds ``io_faults.c``."""
-    if shutil.which("gcc") is None:
-        pytest.skip("gcc is needed to build the I/O shim")
+    required(shutil.which("gcc") is not None, "gcc is needed to build the I/O shim")
     built = directory / "io_faults.so"
     command = [
         "gcc",

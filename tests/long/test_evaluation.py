@@ -8,15 +8,16 @@ import pytest
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SECS = 60
+SAVE = [["save", 1], ["wait"], ["save", 2], ["wait"]]
 
 
 def test_a_reader_beside_trainer_and_retention_always_gets_a_whole_step(
     trainees, second_trainees, tmp_path, record
 ):
     root = tmp_path / "root"
-    first = trainees.run("train", root, saves=1)
+    first = trainees.run("train", root, doings=SAVE, branch=0)
     assert first.status == 0, trainees.diagnosis()
-    training = trainees.start("train", root, saves=10**6, retention=1)
+    training = trainees.start("train", root, doings=SAVE, branch=1, rounds=10**6, retention=1)
     reading = second_trainees.run("evaluate", root, secs=SECS)
     training.kill()
     for _ in training:
@@ -29,7 +30,7 @@ def test_a_reader_beside_trainer_and_retention_always_gets_a_whole_step(
     removed = sum("removal" in name for name in _phases(trained))
     record(
         f"{len(read)} restores of {len(set(read))} steps in {SECS} s, while "
-        f"{len(trained.noted('committed'))} steps were saved and {removed} calls removed some; "
+        f"{len(trained.noted('waited'))} steps were saved and {removed} calls removed some; "
         f"a newer step was taken {sum(note['retries'] for note in reading.noted('read'))} "
         "times because the one being read was removed"
     )

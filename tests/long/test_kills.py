@@ -1,96 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL at every I/O step of a training process that saves, retains and restarts."""
+"""SIGKILL at every I/O step of a training process, and at any moment.
+
+The process saves, retains, goes back on disk and in memory, tracks anew and looks at older steps;
+each next one restores the newest committed step and compares it bit for bit.
+"""
 
 from __future__ import annotations
 
 import collections
 import random
+import time
 
 import harness
 import pytest
 import trainee
-from harness import Ended, Trainees
+from harness import Ended, Expected
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
-KILLS = 200
-LEAST_KILLS = 3
-SAVES = 6
-
-
-def check_start(ended: Ended, standing: int, waited_for: int, trainees: Trainees) -> None:
-    """What must hold when a process starts where another was killed.
-
-    Args:
-      ended: the process that started.
-      standing: the newest committed step when it did.
-      waited_for: the newest step for which ``wait()`` had returned.
-      trainees: where its stderr is.
-    """
-    if not ended.noted("ready"):
-        # It was killed itself before it had restored.
-        assert ended.status == -9, (ended.notes, trainees.diagnosis())
-        return
-    [ready] = ended.noted("ready")
-    assert ready["wrong"] is None, ready
-    assert ready["step"] == standing, ready
-    assert standing >= waited_for, (ready, waited_for)
-    assert not [name for name in ready["leftovers"] if "orbax-checkpoint-tmp" in name], ready
+KILLS = 2000
+#: Each is the work of one worker of pytest-xdist.
+LANES = [pytest.param(n, marks=pytest.mark.xdist_group(f"kills {n}")) for n in range(2)]
+#: Then a new directory is begun: the longer a history, the longer is its replay.
+LIVES = 40
+DOINGS = 6
 
 
-def test_killed_at_any_io_step_the_newest_committed_step_restores_exactly(
-    trainees, tmp_path, record
+@pytest.mark.parametrize("lane", LANES)
+def test_killed_anywhere_the_newest_committed_step_restores_exactly(
+    trainees, tmp_path, campaign, figures, lane
 ):
-    rehearsal = trainees.run("train", tmp_path / "rehearsal", saves=SAVES)
-    assert rehearsal.status == 0, trainees.diagnosis()
-    seen = {harness.phase(*call) for call in rehearsal.calls.values()}
-    assert seen <= set(harness.PHASES), seen - set(harness.PHASES)
-
-    random_ = random.Random(0)
-    root = tmp_path / "root"
-    hits: collections.Counter[str] = collections.Counter()
+    random_ = campaign.random("kills", lane)
+    kills = campaign.count(KILLS) // len(LANES)
+    calls, secs = rehearsed(trainees, tmp_path / "rehearsal")
+    phases: collections.Counter[str] = collections.Counter({name: 0 for name in harness.PHASES})
     kinds: collections.Counter[str] = collections.Counter()
-    waited_for = runs = 0
-    while hits.total() < KILLS or min(hits[name] for name in harness.PHASES) < LEAST_KILLS:
-        runs += 1
-        assert runs < 3 * KILLS, f"not every phase was hit: {hits}"
-        rarest = min(harness.PHASES, key=lambda name: hits[name])
-        if runs % 2 or rarest not in harness.MATCHES:
-            at, match = random_.choice(list(rehearsal.calls)), ""
-        else:
-            at, match = random_.randint(1, 4), harness.MATCHES[rarest]
-        standing = harness.newest(root)
-        ended = trainees.run("train", root, saves=SAVES, action=trainee.KILL, at=at, match=match)
-        check_start(ended, standing, waited_for, trainees)
-        waited_for = max(waited_for, ended.last("committed", "step") or 0)
-        if ended.status == -9:
-            hits[harness.phase(*_killing_call(ended, at, match))] += 1
-            kinds[_kind(ended)] += 1
-        else:
-            assert ended.status == 0, (ended.notes, trainees.diagnosis())
-    standing = harness.newest(root)
-    ended = trainees.run("train", root, saves=SAVES)
-    assert ended.status == 0, trainees.diagnosis()
-    check_start(ended, standing, waited_for, trainees)
-    record(f"{hits.total()} kills in {runs} runs, up to step {standing}; killed in")
-    for name in harness.PHASES:
-        record(f"  {name:40s} {hits[name]:4d} {'#' * hits[name]}")
-    record("  " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    lives = restores = 0
+    root, expected = tmp_path / "root", Expected()
+    while phases.total() < kills or 0 in phases.values():
+        if lives % LIVES == 0:
+            root, expected = tmp_path / f"root{lives}", Expected()
+        lives += 1
+        assert lives < 3 * kills, f"not every phase was hit: {phases}"
+        kill, after = draw_kill(random_, phases, calls, secs)
+        task = {**harness.draw_life(random_, lives % LIVES + 1, DOINGS), **kill}
+        standing, compared = harness.newest(root), expected.restored
+        running = trainees.start("train", root, **task)
+        ended = running.end("ready", after, running.kill)
+        assert ended.status in (0, -9), (ended.notes, trainees.diagnosis())
+        expected.check(ended, standing)
+        restores += expected.restored - compared
+        if ended.status == -9 and ended.calls:
+            phases[harness.phase(*killing_call(ended, kill))] += 1
+            kinds[kind(ended)] += 1
+    figures(
+        "kills",
+        kills=phases.total(),
+        lives=lives,
+        restores=restores,
+        phase=dict(phases),
+        moment=dict(kinds),
+    )
 
 
-def _killing_call(ended: Ended, at: int, match: str) -> tuple[str, str]:
-    """The call in which a process was killed: the ``at``-th of those that match."""
-    if not match:
-        return ended.calls[at]
+def rehearsed(trainees: harness.Trainees, root) -> tuple[int, float]:
+    """I/O calls and seconds of a life that nobody ends; the first fills XLA's cache."""
+    saves = [["save", 1 + number % 2] for number in range(DOINGS)]
+    for life in (1, 2):
+        running, started = trainees.start("train", root, doings=saves, branch=100 * life), 0.0
+        for note in running:
+            if note["note"] == "ready":
+                started = time.perf_counter()
+        secs = time.perf_counter() - started
+        ended = running.ended()
+        assert ended.status == 0, trainees.diagnosis()
+    seen = {harness.phase(*call) for call in ended.calls.values()}
+    assert seen <= set(harness.PHASES), seen - set(harness.PHASES)
+    return len(ended.calls), secs
+
+
+def draw_kill(
+    random_: random.Random, phases: collections.Counter[str], calls: int, secs: float
+) -> tuple[dict, float | None]:
+    """Where a process kills itself, or when it is killed from outside."""
+    way = random_.choice(("call", "call", "phase", "moment"))
+    if way == "moment":
+        return {}, random_.uniform(0, secs * 3 / 5)
+    rarest = min(phases, key=phases.__getitem__)
+    if way == "phase" and rarest in harness.MATCHES:
+        at, match = random_.randint(1, 4), harness.MATCHES[rarest]
+    else:
+        # Of what is drawn not everything saves.
+        at, match = random_.randint(1, calls * 3 // 5), ""
+    return {"action": trainee.KILL, "at": at, "match": match}, None
+
+
+def killing_call(ended: Ended, kill: dict) -> tuple[str, str]:
+    """The call in which a process was killed: the ``at``-th of those that match, or its last."""
+    if not kill:
+        return ended.calls[max(ended.calls)]
+    if not kill["match"]:
+        return ended.calls[kill["at"]]
     lines = {number: f"{number} {' '.join(call)}\n" for number, call in ended.calls.items()}
-    return ended.calls[[number for number in sorted(lines) if match in lines[number]][at - 1]]
+    matching = [number for number in sorted(lines) if kill["match"] in lines[number]]
+    return ended.calls[matching[kill["at"] - 1]]
 
 
-def _kind(ended: Ended) -> str:
+def kind(ended: Ended) -> str:
     """What was being saved when the process died."""
     begun, saving = ended.last("begun", "step"), ended.noted("saving")
     if begun is None:
         return "before the first save"
     if saving and saving[-1]["step"] == begun:
-        return f"in a {saving[-1]['save']}"
+        return f"after a {saving[-1]['save']} was taken"
     return "in the blocking half of a save"

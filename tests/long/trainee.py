@@ -6,13 +6,15 @@ and forks a child per task, so that a training process starts in a fraction of a
 come as lines of JSON on stdin; children note what they know as lines of JSON on stdout, where
 nothing that was noted before a SIGKILL is lost.
 
-The state is a function of the step alone: what a checkpoint of a step must hold is computed, not
-remembered.
+The state is a function of its history: of the steps that were trained on the way to it, each on a
+branch of its own once training has gone back. It carries the history, and the harness is told of it
+before each save: what a checkpoint of a step must hold is computed, not remembered.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import sys
@@ -27,8 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import deltackpt
+import deltackpt.manager  # And with it Orbax, which the package imports when it is needed.
 from deltackpt import layout, touched
-from deltackpt.errors import DeltackptError, SaveFailed
+from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
 
 TABLES = {"users": (4000, 16), "items": (600, 16), "tiny": (7, 4)}
 #: Rows of each table that a step changes.
@@ -38,24 +41,55 @@ SLOTS = {f"tables/{name}": {"accumulator": f"slots/{name}"} for name in TABLES}
 LOG_ONLY, KILL, FAIL_ONCE, FAIL_FROM = range(4)
 
 
+#: Runs of steps on one branch: first step, last step, branch.
+History = tuple[tuple[int, int, int], ...]
+_LONGEST_HISTORY = 256
+
+
+def plain(step: int) -> History:
+    """The history of a step without any going back."""
+    return ((1, step, 0),) if step else ()
+
+
+def followed(history: History, step: int, branch: int) -> History:
+    """A history, and one step after it."""
+    if history and history[-1][1:] == (step - 1, branch):
+        return (*history[:-1], (history[-1][0], step, branch))
+    return (*history, (step, step, branch))
+
+
+def name(history: History) -> str:
+    """Tells histories apart."""
+    return hashlib.blake2b(json.dumps(history).encode(), digest_size=8).hexdigest()
+
+
 class Replay:
-    """The training state at any step, by replaying the steps before it."""
+    """The training state after any history, by replaying its steps."""
 
     def __init__(self) -> None:
-        self._step = -1
+        self._done: list[tuple[int, int]] | None = None
         self._state: dict[str, Any] = {}
 
-    def at(self, step: int) -> dict[str, Any]:
-        """The state at a step, numpy leaves; a copy."""
-        if step < self._step or self._step < 0:
+    def at(self, history: History) -> dict[str, Any]:
+        """The state, numpy leaves; a copy."""
+        steps = [
+            (step, branch) for first, last, branch in history for step in range(first, last + 1)
+        ]
+        if self._done is None or self._done != steps[: len(self._done)]:
             self._start()
-        while self._step < step:
-            self._advance()
-        return jax.tree.map(lambda leaf: np.array(leaf), self._state)
+        assert self._done is not None
+        for step, branch in steps[len(self._done) :]:
+            self._advance(step, branch)
+        self._done = steps
+        state = jax.tree.map(lambda leaf: np.array(leaf), self._state)
+        rows = np.array(history, np.int32).reshape(-1, 3)
+        state["dense"]["history"] = np.zeros((_LONGEST_HISTORY, 3), np.int32)
+        state["dense"]["history"][: len(rows)] = rows
+        return state
 
     def _start(self) -> None:
         rng = np.random.default_rng(0)
-        self._step = 0
+        self._done = []
         self._state = {
             "tables": {
                 name: rng.standard_normal(shape, np.float32) for name, shape in TABLES.items()
@@ -65,36 +99,42 @@ class Replay:
             "step": np.array(0, np.int32),
         }
 
-    def _advance(self) -> None:
-        self._step += 1
-        rng = np.random.default_rng(self._step)
+    def _advance(self, step: int, branch: int) -> None:
+        rng = np.random.default_rng([step, branch])
         state = self._state
-        for name, ids in changed(self._step).items():
+        for name, ids in changed(step, branch).items():
             state["tables"][name][ids] = rng.standard_normal((BATCH, TABLES[name][1]), np.float32)
             state["slots"][name][ids] += 1
-        state["dense"] = {
-            name: rng.standard_normal(leaf.shape, np.float32)
-            for name, leaf in state["dense"].items()
-        }
-        state["step"] = np.array(self._step, np.int32)
+        for leaf in state["dense"].values():
+            leaf[...] = rng.standard_normal(leaf.shape, np.float32)
+        state["step"] = np.array(step, np.int32)
 
 
-def changed(step: int) -> dict[str, np.ndarray]:
+def changed(step: int, branch: int = 0) -> dict[str, np.ndarray]:
     """Rows that a step changes, by table."""
-    rng = np.random.default_rng([step, 1])
+    rng = np.random.default_rng([step, branch, 1])
     return {name: rng.integers(0, rows, BATCH) for name, (rows, _) in TABLES.items()}
 
 
+def history_of(found: Any) -> History:
+    """The history that a state carries."""
+    rows = np.asarray(found["dense"]["history"])
+    return tuple((int(a), int(b), int(c)) for a, b, c in rows if b)
+
+
 def difference(found: Any, step: int, replay: Replay) -> str | None:
-    """The first leaf in which a state differs from that of a step, None where none does."""
-    for path, leaf in jax.tree.leaves_with_path(replay.at(step)):
+    """The first leaf in which a state differs from that of its history, None where none does."""
+    history = history_of(found)
+    if not history or history[-1][1] != step:
+        return f"step {step}: it holds that of {history}"
+    for path, leaf in jax.tree.leaves_with_path(replay.at(history)):
         other = found
         for key in path:
             other = other[key.key]
         other = np.asarray(other)
         if other.dtype != leaf.dtype or other.tobytes() != leaf.tobytes():
             rows = np.flatnonzero((other != leaf).reshape(len(leaf), -1).any(1)) if leaf.ndim else 0
-            return f"step {step}: {jax.tree_util.keystr(path)} differs in rows {rows}"
+            return f"step {step}, {history}: {jax.tree_util.keystr(path)} differs in rows {rows}"
     return None
 
 
@@ -109,7 +149,7 @@ def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
 
 def template() -> dict[str, Any]:
     """The state's structure."""
-    return jax.tree.map(jnp.asarray, Replay().at(0))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), Replay().at(()))
 
 
 def note(kind: str, **what: Any) -> None:
@@ -117,43 +157,144 @@ def note(kind: str, **what: Any) -> None:
     os.write(1, (json.dumps({"note": kind, **what}) + "\n").encode())
 
 
+def new_marks() -> touched.TouchState:
+    """A TouchState, as a loop makes one."""
+    return touched.init(
+        {
+            f"tables/{name}": jax.ShapeDtypeStruct(shape, np.float32)
+            for name, shape in TABLES.items()
+        }
+    )
+
+
+class Training:
+    """A loop that does what it is told, and tells what it does."""
+
+    def __init__(self, saver: deltackpt.CheckpointManager, branch: int):
+        self._saver = saver
+        self._replay = Replay()
+        self._mark = jax.jit(touched.mark)
+        #: Each going back starts a branch of its own; none for the first of a run.
+        self._branch = branch
+        self.step = 0
+        self.history: History = ()
+        self.marks = new_marks()
+        self._kept = (self.history, self.marks)
+
+    def start(self, leftovers: list[str]) -> None:
+        """Goes on from the newest step."""
+        result = self._saver.restore_latest(template())
+        if result is not None:
+            found = _found(result, self._replay)
+            self._adopt(result)
+        else:
+            found = {"step": 0, "wrong": None, "history": name(())}
+        skipped = len(result.skipped) if result is not None else 0
+        note("ready", **found, leftovers=leftovers, skipped=skipped)
+        self.keep()
+
+    def train(self, steps: int) -> None:
+        """Some steps; where a save is due, it is taken."""
+        for _ in range(steps):
+            self.step += 1
+            self.history = followed(self.history, self.step, self._branch)
+            ids = changed(self.step, self._branch)
+            self.marks = self._mark(self.marks, {f"tables/{key}": ids[key] for key in ids})
+
+    def save(self, steps: int = 1) -> None:
+        """Trains, and saves."""
+        self.train(steps)
+        self._save(self._saver.save)
+
+    def save_if_due(self, steps: int = 1) -> None:
+        """Trains, and saves what was put off."""
+        self.train(steps)
+        self._save(self._saver.save_if_due)
+
+    def wait(self) -> None:
+        """Until all is committed."""
+        self._saver.wait()
+        note("waited")
+
+    def keep(self) -> None:
+        """Remembers the state with its marks."""
+        self._kept = (self.history, self.marks)
+
+    def back(self, steps: int = 1) -> None:
+        """Goes on from what was remembered, as after a loss that is no number."""
+        self.history, self.marks = self._kept
+        self._branch += 1
+        self.save(steps)
+
+    def init(self, steps: int = 1) -> None:
+        """Tracks anew, as at each epoch."""
+        self.marks = new_marks()
+        self.save(steps)
+
+    def look(self, which: int = 0) -> None:
+        """Restores a step, compares it, and goes on with what is in memory."""
+        self._restored(which)
+
+    def roll(self, which: int = 0) -> None:
+        """Goes on from an older step."""
+        result = self._restored(which)
+        if result is not None:
+            self._adopt(result)
+            note("rolling", step=self.step)
+            self.save()
+
+    def _save(self, save: Any) -> None:
+        state = jax.device_put(self._replay.at(self.history))
+        note("begun", step=self.step, history=name(self.history))
+        saved = save(self.step, state, touched=self.marks)
+        if saved is None or saved.kind is None:
+            note("skipped", step=self.step)
+        else:
+            note("saving", step=self.step, save=saved.kind)
+
+    def _restored(self, which: int) -> Any:
+        standing = self._saver.all_steps()
+        if not standing:
+            return None
+        try:
+            result = self._saver.restore(standing[which % len(standing)], template())
+        except (StepGone, StepNotFound):  # By retention, once the save in flight was committed.
+            return None
+        note("looked", **_found(result, Replay()))
+        return result
+
+    def _adopt(self, result: Any) -> None:
+        self.step, self.history = result.step, history_of(result.state)
+        self.marks = result.touched
+        self._branch += 1
+
+
+def _found(result: deltackpt.Restored, replay: Replay) -> dict[str, Any]:
+    return {
+        "step": result.step,
+        "wrong": difference(result.state, result.step, replay),
+        "history": name(history_of(result.state)),
+    }
+
+
 def train(task: dict[str, Any]) -> None:
-    """Goes on from the newest step, saves ``task["saves"]`` times."""
-    replay, root = Replay(), Path(task["root"])
+    """Goes on from the newest step, and does ``task["doings"]``: (method of Training, number)."""
+    root = Path(task["root"])
     _arm(task, root)
     options = {
         "policy": deltackpt.Consecutive(max_chain=3),
         "retention": task.get("retention", 2),
         "durability": task.get("durability", "power"),
+        "when_busy": task.get("when_busy", "wait"),
     }
     with manager(root, **options) as saver:
         leftovers = [path.name for path in root.glob("*.orbax-checkpoint-tmp*")]
         leftovers += [path.name for path in root.glob(f"{layout.TRASH}/*/*")]
-        result = saver.restore_latest(template())
-        step = result.step if result is not None else 0
-        wrong = difference(result.state, step, replay) if result is not None else None
-        skipped = len(result.skipped) if result is not None else 0
-        note("ready", step=step, wrong=wrong, leftovers=leftovers, skipped=skipped)
-        marks = (
-            result.touched
-            if result is not None
-            else touched.init(
-                {f"tables/{name}": jnp.zeros(shape) for name, shape in TABLES.items()}
-            )
-        )
-        mark = jax.jit(touched.mark)
-        for number in range(task["saves"]):
-            for _ in range(1 + number % 2):
-                step += 1
-                ids = {f"tables/{name}": rows for name, rows in changed(step).items()}
-                marks = mark(marks, ids)
-            state = jax.tree.map(jnp.asarray, replay.at(step))
-            note("begun", step=step)
-            saved = saver.save(step, state, touched=marks)
-            note("saving", step=step, save=saved.kind)
-            if number % task.get("wait_every", 1) == 0:
-                saver.wait()
-                note("committed", step=step)
+        training = Training(saver, task["branch"])
+        training.start(leftovers)
+        for _ in range(task.get("rounds", 1)):
+            for doing, *number in task["doings"]:
+                getattr(training, doing)(*number)
     note("done", calls=_calls())
 
 
@@ -163,7 +304,7 @@ def suffer(task: dict[str, Any]) -> None:
     mark = jax.jit(touched.mark)
     _arm(task, root)
     step = 0
-    marks = touched.init({f"tables/{name}": jnp.zeros(shape) for name, shape in TABLES.items()})
+    marks = new_marks()
     for life in range(2):
         # The second manager starts after the fault, with the marks of the first.
         try:
@@ -172,7 +313,7 @@ def suffer(task: dict[str, Any]) -> None:
                     step += 1
                     ids = {f"tables/{name}": rows for name, rows in changed(step).items()}
                     marks = mark(marks, ids)
-                    state = jax.tree.map(jnp.asarray, replay.at(step))
+                    state = jax.tree.map(jnp.asarray, replay.at(plain(step)))
                     try:
                         saver.save(step, state, touched=marks)
                         saver.wait()
