@@ -9,6 +9,9 @@ ARGS ?=
 # Tests run in as many processes at once; 0: in the one that pytest was started as.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
+# Of test-long: "full" for a run that is recorded, else a twentieth of it; a seed to have a run again.
+LONG ?= part
+LONG_SEED ?=
 
 # Beside the oldest, which .venv is made of: the suite's quick selection runs on them, and CI fails without.
 PYTHONS := 3.12 3.13
@@ -23,7 +26,7 @@ help:
 	@echo "make demo-t5    the first with a T5 on span corruption of text"
 	@echo "make demo-loops loops of optax and nnx with grain data: no sample is trained twice"
 	@echo "make test       the suite without the long loops"
-	@echo "make test-long  the kill, power-cut and multi-process loops"
+	@echo "make test-long  the kill, power-cut and multi-process loops; LONG=full, LONG_SEED=N"
 	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"
 	@echo "make test-pythons      every codec, save, restore, kill and inspect on Python $(PYTHONS)"
 	@echo "make newest     the same with the newest versions of everything, which become the pins of these Pythons"
@@ -64,7 +67,7 @@ test: $(READY)
 	$(BIN)/python $(PYTEST) $(ARGS)
 
 test-long: $(READY)
-	$(BIN)/python $(PYTEST) -m long $(ARGS)
+	$(BIN)/python $(PYTEST) -m long --long $(LONG) $(if $(LONG_SEED),--long-seed $(LONG_SEED)) $(ARGS)
 
 # Runs that this environment writes are read by one that has neither jax nor Orbax.
 BARE := build/bare

@@ -12,8 +12,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 #: Of what a recorded run does, another does one in so many.
 SHARE = 20
 _VERSIONS = ("deltackpt", "jax", "orbax-checkpoint", "tensorstore", "numpy")
@@ -43,15 +41,6 @@ class Campaign:
     def __str__(self) -> str:
         extent = "in full" if self.full else f"a part in {SHARE}"
         return f"long loops, {extent}; again with LONG_SEED={self.seed}"
-
-
-def required(there: bool, reason: str) -> None:
-    """Skips a test that misses something of the machine; with ``CI=true`` it fails."""
-    if there:
-        return
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}, and CI=true")
-    pytest.skip(reason)
 
 
 def summary(campaign: Campaign, figures: list[tuple[str, dict[str, Any]]], secs: float) -> dict:

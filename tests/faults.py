@@ -90,13 +90,14 @@ class Faults:
     def _copy(self) -> None:
         self._left, target = None, self._target
         assert target is not None
-        for folder, _, names in os.walk(self._root):
-            copied = target / os.path.relpath(folder, self._root)
-            copied.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                # TensorStore goes on: it renames files that nothing refers to yet.
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.copy(os.path.join(folder, name), copied)
+        # Other threads may have come past here and make their calls only now, and TensorStore's
+        # go on until they wait for ours: what changed meanwhile is copied again.
+        listed: list[str] | None = None
+        while (found := sorted(map(str, Path(self._root).rglob("*")))) != listed:
+            listed = found
+            shutil.rmtree(target, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError, shutil.Error):
+                shutil.copytree(self._root, target)
         self.image = target
 
 

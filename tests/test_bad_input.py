@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from machine import required
 
 import deltackpt
 from deltackpt import touched
@@ -327,14 +328,12 @@ def in_a_process_of_its_own(body: str, place: Path) -> None:
 @contextlib.contextmanager
 def tmpfs(place: Path, options: str) -> Iterator[Path]:
     """A mounted tmpfs; skips where it cannot be."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
+    required(os.geteuid() == 0, "mounting a tmpfs needs root")
     place.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True
     )
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    required(not done.returncode, f"a tmpfs is needed: {done.stderr.strip()}")
     try:
         yield place
     finally:

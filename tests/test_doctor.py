@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from machine import required
 from test_bad_input import tmpfs
 
 import deltackpt
@@ -140,8 +141,8 @@ def test_a_signal_to_end_it_leaves_nothing(tmp_path):
 @contextlib.contextmanager
 def ext4(tmp_path: Path, options: str) -> Iterator[Path]:
     """A mounted ext4 on a loop device."""
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("an ext4 of its own needs root and mkfs.ext4")
+    able = os.geteuid() == 0 and shutil.which("mkfs.ext4") is not None
+    required(able, "an ext4 of its own needs root and mkfs.ext4")
     image, point = tmp_path / "disk.img", tmp_path / "disk of ext4"
     with open(image, "wb") as file:
         file.truncate(400 * MIB)
@@ -150,8 +151,7 @@ def ext4(tmp_path: Path, options: str) -> Iterator[Path]:
     mounted = subprocess.run(
         ["mount", "-o", f"loop,{options}", str(image), str(point)], capture_output=True, text=True
     )
-    if mounted.returncode:
-        pytest.skip(f"no loop device can be mounted: {mounted.stderr.strip()}")
+    required(not mounted.returncode, f"a loop device is needed: {mounted.stderr.strip()}")
     try:
         yield point
     finally:

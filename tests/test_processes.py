@@ -20,6 +20,7 @@ from typing import Any
 import many
 import many_worker
 import pytest
+from machine import required
 from many import Answer, Job, Server
 from many_worker import Model
 
@@ -407,8 +408,8 @@ PIECES = 7
 @contextlib.contextmanager
 def traced(job: Job, directory: Path) -> Iterator[list[Path]]:
     """Files to which the reads of each process go, one for each of its threads."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is needed to count what a process reads")
+    there = shutil.which("strace") is not None
+    required(there, "strace is needed to count what a process reads")
     calls = "trace=read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file_range"
     folders, tracers = [], []
     try:

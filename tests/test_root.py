@@ -16,6 +16,7 @@ from unittest import mock
 
 import model
 import pytest
+from machine import required
 
 import deltackpt
 from deltackpt import layout, root
@@ -38,16 +39,15 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 @contextlib.contextmanager
 def mounted_tmpfs(path: Path, size: str) -> Iterator[Path]:
     """A small file system of its own; needs root."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a small tmpfs needs root and mount")
+    able = os.geteuid() == 0 and shutil.which("mount") is not None
+    required(able, "mounting a small tmpfs needs root and mount")
     path.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path],
         capture_output=True,
         text=True,
     )
-    if done.returncode != 0:
-        pytest.skip(f"tmpfs cannot be mounted here: {done.stderr.strip()}")
+    required(done.returncode == 0, f"a tmpfs is needed: {done.stderr.strip()}")
     try:
         yield path
     finally:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign import required
+from machine import required
 
 HERE = Path(__file__).resolve().parent
 #: A training process that says nothing for so long hangs.

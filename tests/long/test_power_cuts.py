@@ -22,8 +22,8 @@ from pathlib import Path
 
 import harness
 import pytest
-from campaign import required
 from harness import Expected
+from machine import required
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
