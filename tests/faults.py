@@ -92,8 +92,8 @@ class Faults:
         assert target is not None
         # Other threads may have come past here and make their calls only now, and TensorStore's
         # go on until they wait for ours: what changed meanwhile is copied again.
-        listed: list[str] | None = None
-        while (found := sorted(map(str, Path(self._root).rglob("*")))) != listed:
+        listed: list[tuple[str, list[str], list[str]]] | None = None
+        while (found := list(os.walk(self._root))) != listed:
             listed = found
             shutil.rmtree(target, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError, shutil.Error):

@@ -442,7 +442,7 @@ def without_tracking(state: dict) -> dict:
 
 
 ManagerMachine.TestCase.settings = settings(
-    max_examples=15,
+    max_examples=25,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
