@@ -100,8 +100,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.root, self.faults = root, faults.Faults(root)
         self.manager = self.new_manager(self.codec, self.options)
         self.reader = self.new_manager("raw", deltackpt.ManagerOptions(read_only=True))
-        #: TouchStates that it has seen, or made; the step that it restored since its last save,
-        #: and the TouchState that it made then.
+        #: TouchStates of which it has committed a save, or that it made; the step that it restored
+        #: since its last save, and the TouchState that it made then.
         self.known: set[int] = set()
         self.looked: tuple[int, int] | None = None
 
@@ -175,7 +175,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.touched = init(tables)
         if self.tracking in ("in the state", "both"):
             self.state = {**self.state, "opt": TrackState(init(tables), ())}
-        self.identity = self.new_identity()
+        # Under jit all are the same, so that they say nothing.
+        self.identity = 0 if jitted else self.new_identity()
 
     def new_identity(self) -> int:
         self.identities += 1
@@ -257,7 +258,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.given = {step: found for step, found in self.given.items() if step <= behind}
         self.given[self.step] = [without_tracking(self.state)]
         self.pending, self.looked = self.step, None
-        self.known.add(self.identity)
+        self.pending_identity = self.identity
         self.look_beside()
 
     def goes_back_to(self) -> int | None:
@@ -265,7 +266,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.looked is None:
             return None
         step, identity = self.looked
-        goes_on = self.identity in self.known and self.identity != identity
+        goes_on = self.identity in self.known - {0, identity}
         return None if goes_on and self.tracking != "fingerprints" else step
 
     def settle(self):
@@ -282,6 +283,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def keep_pending(self):
         """What was in flight is committed."""
         if self.pending is not None:
+            self.known.add(self.pending_identity)
             # What was committed after a kill is not there.
             if self.faults.image is None:
                 self.sure.add(self.pending)
@@ -311,8 +313,8 @@ class ManagerMachine(RuleBasedStateMachine):
         listed = set(self.manager.all_steps())
         assert listed <= self.given.keys()
         if self.options.retention is None:
-            assert self.sure <= listed
-        assert max(listed, default=0) >= max(self.sure, default=0)
+            assert self.sure <= listed, f"{self.sure - listed} are gone"
+        assert max(listed, default=0) >= max(self.sure, default=0), f"of {self.sure}: {listed}"
         return listed
 
     def look_beside(self):
