@@ -82,7 +82,7 @@ def markdown(found: dict[str, Any]) -> str:
     tables = []
     for loop, figures in found["loops"].items():
         plain = {key: value for key, value in figures.items() if not isinstance(value, dict)}
-        told = ", ".join(f"{value:,} {key}" for key, value in plain.items())
+        told = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in plain.items())
         lines.append(f"| {loop} | {told} |")
         for key, counts in figures.items():
             if isinstance(counts, dict):
