@@ -444,11 +444,14 @@ def without_tracking(state: dict) -> dict:
 
 
 ManagerMachine.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestManager = ManagerMachine.TestCase
 # Rollbacks, saves that failed in the background and failed proofs are told in warnings.
-TestManager.pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]
+TestManager.pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.timeout(900),
+]
