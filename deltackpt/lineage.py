@@ -306,14 +306,15 @@ class Lineage:
             return Decision(kind=kind, parent=which, reason=reason)
 
     @property
+    def restored(self) -> int | None:
+        """The restored step that the branch began with, until the first save of it is begun."""
+        previous = self._branch.previous
+        return previous.info.save_id.step if previous and not self._branch.attempts else None
+
+    @property
     def policy(self) -> BaseOrDelta:
         """What decides between base and delta."""
         return self._policy
-
-    @property
-    def base_bytes(self) -> int:
-        """Bytes of the newest base of the branch, 0 where there is none."""
-        return self._branch.base_bytes
 
     @property
     def attempts(self) -> int:
@@ -379,13 +380,14 @@ class Lineage:
     def go_back(self, clocks: Clocks) -> bool:
         """Goes back to the branch that a restore left, where the TouchStates are those of it.
 
-        A step was restored only to be looked at, and training goes on with what it had in memory.
+        A step was restored only to be looked at, and training goes on with what it had in memory:
+        then ``restored`` is what it was before.
 
         Args:
           clocks: of the TouchStates that the next save sees.
 
         Returns:
-          Whether it did: then nothing is rolled back.
+          Whether it did.
         """
         with self._lock:
             self._settle()
@@ -403,7 +405,11 @@ class Lineage:
         self._settle()
         self._branch.in_flight = None
         if self._branch.previous is not None:
-            self._former = [*self._former, self._branch][-_FORMER:]
+            self._former.append(self._branch)
+        if len(self._former) > _FORMER:
+            # Steps that were only looked at go first.
+            looked_at = [former for former in self._former if not former.attempts]
+            self._former.remove((looked_at or self._former)[0])
         self._branch = branch
 
     def newest_compacted(self) -> BaseRef | None:

@@ -566,9 +566,12 @@ class CheckpointManager:
             try:
                 saved = self._start(step, state, arguments, started)
             except Exception as error:
+                if failure is not None:
+                    error.add_note(f"Before that, {_save_failed(failure, None)}")
                 if not _goes_on(error):
                     self._tell_failure("save", step, error, started)
                 raise
+            self._warn_of_tracking()
         if failure is not None:
             raise _save_failed(failure, saved) from failure.cause
         return saved
@@ -639,7 +642,6 @@ class CheckpointManager:
             self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
-        self._warn_of_tracking(pending)
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
 
     def _touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
@@ -663,20 +665,23 @@ class CheckpointManager:
         """Forgets a restore that was only looked at: training goes on with what it had before."""
         marks = Embeddings(split=split, touched=touched).marks
         if self._lineage.go_back(pipeline.clocks_of(split, marks)):
-            self._restored = None
+            self._restored = self._lineage.restored
 
-    def _warn_of_tracking(self, pending: PendingSave) -> None:
+    def _warn_of_tracking(self) -> None:
         """Says what the sampled proof found, and once where no TouchState moves."""
+        assert self._in_flight is not None
+        pending = self._in_flight.pending
+        assert isinstance(pending, PendingSave)
         step = pending.intent.save_id.step
         if pending.doubt is not None:
-            warnings.warn(f"step {step} is saved as a base, since {pending.doubt}", stacklevel=5)
+            warnings.warn(f"step {step} is saved as a base, since {pending.doubt}", stacklevel=4)
         elif pending.intent.stands_still and not self._told_stands_still:
             self._told_stands_still = True
             warnings.warn(
                 f"step {step}: no TouchState has moved since the parent of this delta, which "
                 "therefore holds no row; if the tables did change, give save() the TouchState that "
                 "the training step returned (touched = touched.mark(touched, ids))",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _give_up(self, pending: PendingSave | RefusedSave) -> None:

@@ -18,6 +18,13 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     ).strip()
 
+# What was compiled is kept: workers, and the processes that tests start, compile much the same.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "compiled")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 # Read when ray is imported. Its nodes stay on the loopback interface, keep no token under the home
 # directory, and report to nobody.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -43,6 +50,7 @@ CROWDED = {
     "test_process_kills",
     "test_processes",
     "test_processes_failures",
+    "test_processes_tracking",
     "test_ray_demo",
     "test_ray_preemption",
     "test_scaling",

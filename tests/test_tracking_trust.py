@@ -117,6 +117,34 @@ def test_a_step_restored_only_to_be_looked_at_rolls_nothing_back(tmp_path):
     assert_restores(tmp_path, states)
 
 
+def test_many_looks_forget_neither_what_is_in_memory_nor_what_was_restored(tmp_path):
+    start = model.initial()
+    states = {}
+    with opened(tmp_path) as manager:
+        state, rows = start, model.new_touched(start)
+        for step in (0, 10, 20, 30):
+            state, rows = trained(state, rows, [step + 1])
+            manager.save(step, state, touched=rows)
+            states[step] = state
+        for step in (0, 10, 20, 0, 10, 20):
+            found = manager.restore(step, start)
+        state, rows = trained(state, rows, [50])
+        assert manager.save(40, state, touched=rows).kind == "delta"
+        states[40] = state
+        manager.wait()
+        assert manager.all_steps() == [0, 10, 20, 30, 40]
+        # What was restored before the last look rolls back to its own step.
+        found = manager.restore(10, start)
+        manager.restore(20, start)
+        state, rows = trained(found.state, found.touched, [60])
+        with pytest.warns(UserWarning, match="moved"):
+            assert manager.save(11, state, touched=rows).kind == "delta"
+        states = {0: states[0], 10: states[10], 11: state}
+        manager.wait()
+        assert manager.all_steps() == [0, 10, 11]
+    assert_restores(tmp_path, states)
+
+
 def test_what_was_rolled_back_is_no_parent_for_what_is_still_in_memory(tmp_path):
     start = model.initial()
     states = {}

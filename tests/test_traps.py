@@ -42,6 +42,19 @@ ELSEWHERE = {
     "no step is lost without close()": (
         "test_exits.py::test_a_program_that_ends_without_close_loses_no_step"
     ),
+    "a kill in the middle of a retention leaves only what restores": (
+        "test_retention.py::test_at_every_call_of_a_retention_every_listed_step_restores"
+    ),
+    "another directory under the same path is fenced": (
+        "test_root.py::test_a_backup_moved_into_place_is_fenced"
+    ),
+    "a TouchState of an older moment is found": (
+        "test_tracking_trust.py::"
+        "test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes"
+    ),
+    "a TouchState made anew is no delta": (
+        "test_tracking_trust.py::test_a_touch_state_made_anew_in_mid_run_is_no_delta"
+    ),
     "any damage is noticed": (
         "test_damage.py::test_damage_of_any_file_is_named_and_an_older_step_restores"
     ),
