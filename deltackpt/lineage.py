@@ -129,6 +129,8 @@ class _Branch:
     run: str
     restores: int = 0
     attempts: int = 0
+    #: How many saves of any branch had been begun when it was left.
+    left_after: int = 0
     #: The newest save whose clocks are known and that deltas may all be taken against.
     anchor: _Known | None = None
     previous: _Known | None = None
@@ -175,6 +177,8 @@ class Lineage:
         self._branch = _Branch(run=run or new_run())
         #: Branches that restores have left, the newest last.
         self._former: list[_Branch] = []
+        #: How many saves were begun, of all branches.
+        self._begun = 0
         #: Why the next saves are bases, until one is committed.
         self._distrusted: str | None = None
 
@@ -210,6 +214,7 @@ class Lineage:
             seen = self._settle()
             branch = self._branch
             branch.attempts += 1
+            self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
             kind, parent, reason = self._decide(clocks, layout, force_base, seen)
             ref = None
@@ -307,9 +312,11 @@ class Lineage:
 
     @property
     def restored(self) -> int | None:
-        """The restored step that the branch began with, until the first save of it is begun."""
-        previous = self._branch.previous
-        return previous.info.save_id.step if previous and not self._branch.attempts else None
+        """The restored step that the branch began with, until a save is begun."""
+        branch = self._branch
+        if branch.previous is None or branch.attempts or branch.left_after != self._begun:
+            return None
+        return branch.previous.info.save_id.step
 
     @property
     def policy(self) -> BaseOrDelta:
@@ -381,7 +388,7 @@ class Lineage:
         """Goes back to the branch that a restore left, where the TouchStates are those of it.
 
         A step was restored only to be looked at, and training goes on with what it had in memory:
-        then ``restored`` is what it was before.
+        then ``restored`` is what it was before, unless there was a save meanwhile.
 
         Args:
           clocks: of the TouchStates that the next save sees.
@@ -404,6 +411,7 @@ class Lineage:
         """Goes on with another branch."""
         self._settle()
         self._branch.in_flight = None
+        self._branch.left_after = self._begun
         if self._branch.previous is not None:
             self._former.append(self._branch)
         if len(self._former) > _FORMER:

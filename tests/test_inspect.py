@@ -42,7 +42,16 @@ def go_on(root: Path, step: int, job: Job, topology: Topology) -> Run:
     new = lineage.new_run()
     for own in run.lineages:
         sizes = [save.info.nbytes for save in chain]
-        own.adopt(chain[-1].info, root / str(step), chain[-1].layout, sizes=sizes, run=new)
+        own.adopt(
+            chain[-1].info,
+            root / str(step),
+            chain[-1].layout,
+            sizes=sizes,
+            clocks=lineage.Clocks(
+                readings=(lineage.Reading("", int(run.touched.identity), 0),),
+            ),
+            run=new,
+        )
     return run
 
 

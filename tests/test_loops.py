@@ -279,7 +279,8 @@ def leaves(state):
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        if "stamps" not in (name := jax.tree_util.keystr(path)) and "clock" not in name:
+        name = jax.tree_util.keystr(path)
+        if not any(field in name for field in ("stamps", "clock", "identity")):
             found[name] = np.array(jnp.asarray(leaf))  # A TrainState begins with a plain 0.
     return found
 

@@ -331,9 +331,9 @@ def test_a_save_over_its_budget_can_be_refused_and_loses_no_row(tmp_path):
 def test_a_change_of_codec_needs_no_base(tmp_path):
     base, state, _ = saved(tmp_path, "int4")
     with deltackpt.CheckpointManager(tmp_path, handlers=tables("adaptive2")) as manager:
-        touched = manager.restore_latest(base).touched
-        touched = deltackpt.touched.mark(touched, {"a": jnp.arange(7)})
-        result = manager.save(2, state, touched=touched)
+        found = manager.restore_latest(base)
+        touched = deltackpt.touched.mark(found.touched, {"a": jnp.arange(7)})
+        result = manager.save(2, found.state, touched=touched)
         manager.wait()
     assert (result.kind, encodings(tmp_path, 2)["g0", "values"].codec) == ("delta", "adaptive2")
 
