@@ -579,7 +579,7 @@ def _refuse_other_item(path: Path, item: str) -> None:
     """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
     steps = [name for name in _listing(path) if layout.step_number(name) is not None]
     newest = path / max(steps, key=int, default="")
-    if steps and newest.is_dir() and not (newest / item).is_dir():
+    if steps and not (newest / item).is_dir() and stored.is_checkpoint(newest):
         raise stored.foreign(newest, item)
 
 

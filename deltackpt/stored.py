@@ -242,14 +242,14 @@ def foreign(step_dir: Path, item: str) -> ForeignDirectory:
     """What is wrong with a step that has no item of ours by some name: what it holds instead."""
     entries = _entries(step_dir)
     found: object = [path.name for path in entries]
-    ours = [path.name for path in entries if (path / layout.manifest_name(0)).is_file()]
+    ours = _our_items(step_dir)
     if ours:
         found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
         action = (
             f"give the manager handlers={{{ours[0]!r}: Tables(...)}}, or what reads the steps item="
             f"{ours[0]!r} (--item {ours[0]})"
         )
-    elif any((path / layout.PYTREE_METADATA).is_file() for path in (step_dir, *entries)):
+    elif _is_of_orbax(step_dir):
         items = [path.name for path in entries if path.is_dir()]
         found = f"a step of stock Orbax with the items {items}"
         action = (
@@ -265,11 +265,26 @@ def foreign(step_dir: Path, item: str) -> ForeignDirectory:
     )
 
 
+def is_checkpoint(step_dir: Path) -> bool:
+    """Whether a directory is a step of ours, by whatever name of the item, or of stock Orbax."""
+    return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
+
+
+def _our_items(step_dir: Path) -> list[str]:
+    found = _entries(step_dir)
+    return [path.name for path in found if (path / layout.manifest_name(0)).is_file()]
+
+
+def _is_of_orbax(step_dir: Path) -> bool:
+    places = (step_dir, *_entries(step_dir))
+    return any((path / layout.PYTREE_METADATA).is_file() for path in places)
+
+
 def _entries(step_dir: Path) -> list[Path]:
-    """What a step holds; nothing where it goes meanwhile."""
+    """What a step holds; nothing where it goes meanwhile, or is no directory."""
     try:
         return sorted(step_dir.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

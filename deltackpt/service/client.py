@@ -113,7 +113,8 @@ class RestoreService:
           ServiceUnavailable: no replica of a shard that is needed holds the save in time.
           ServiceMismatch: the service is of another directory, run or version.
         """
-        if names.key(save.step_dir.parent, save.item) != self._key:
+        place = os.path.realpath(self.directory), self.item
+        if place != (os.path.realpath(save.step_dir.parent), save.item):
             raise ServiceMismatch(
                 f"{self}: expected the service of {save.step_dir.parent}, item {save.item!r}, "
                 "found that of another directory; connect() to the directory of the manager"

@@ -180,6 +180,10 @@ class Training:
         self.history: History = ()
         self.marks = new_marks()
         self._kept = (self.history, self.marks)
+        #: Whose marks the newest save had, or the restore that training goes on from.
+        self._known = touched.UNKNOWN
+        #: The step that was looked at since.
+        self._looked: int | None = None
 
     def start(self, leftovers: list[str]) -> None:
         """Goes on from the newest step."""
@@ -245,11 +249,15 @@ class Training:
 
     def _save(self, save: Any) -> None:
         state = jax.device_put(self._replay.at(self.history))
+        if self._looked is not None and int(self.marks.identity) != self._known:
+            # Marks of which there is no save do not say that the step was only looked at.
+            note("rolling", step=self._looked)
         note("begun", step=self.step, history=name(self.history))
         saved = save(self.step, state, touched=self.marks)
         if saved is None or saved.kind is None:
             note("skipped", step=self.step)
         else:
+            self._known, self._looked = int(self.marks.identity), None
             note("saving", step=self.step, save=saved.kind)
 
     def _restored(self, which: int) -> Any:
@@ -261,11 +269,13 @@ class Training:
         except (StepGone, StepNotFound):  # By retention, once the save in flight was committed.
             return None
         note("looked", **_found(result, Replay()))
+        self._looked = result.step
         return result
 
     def _adopt(self, result: Any) -> None:
         self.step, self.history = result.step, history_of(result.state)
         self.marks = result.touched
+        self._known, self._looked = int(self.marks.identity), None
         self._branch += 1
 
 
