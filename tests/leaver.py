@@ -11,6 +11,7 @@ import concurrent.futures
 import functools
 import json
 import multiprocessing
+import signal
 import sys
 import threading
 import time
@@ -152,6 +153,8 @@ def idle(task: dict[str, Any]) -> None:
 kept: list[Any] = []
 
 if __name__ == "__main__":
+    # What a shell starts in the background has it ignored, and its children too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     task = {
         "ending": "end",
         "kind": "delta",
