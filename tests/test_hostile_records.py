@@ -386,10 +386,10 @@ def test_any_value_of_a_record_may_be_any_other(fuzzed, data):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-@settings(FUZZED, max_examples=1000)
+@pytest.mark.timeout(900)
+@settings(FUZZED, max_examples=60)
 @given(data=st.data())
-def test_any_value_of_a_record_may_be_any_other_a_thousand_times(fuzzed, data):
+def test_any_value_of_a_record_may_be_any_other_many_times(fuzzed, data):
     change_values(fuzzed, data)
 
 
@@ -428,10 +428,10 @@ def test_any_bytes_of_a_record_may_be_others(fuzzed, written, data):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-@settings(FUZZED, max_examples=1000)
+@pytest.mark.timeout(900)
+@settings(FUZZED, max_examples=60)
 @given(data=st.data())
-def test_any_bytes_of_a_record_may_be_others_a_thousand_times(fuzzed, written, data):
+def test_any_bytes_of_a_record_may_be_others_many_times(fuzzed, written, data):
     change_bytes(fuzzed, written, data)
 
 
