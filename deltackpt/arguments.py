@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from deltackpt import layout
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 
@@ -27,6 +29,8 @@ class Size(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+#: The number of a step.
+STEP = click.IntRange(0, layout.LAST_STEP)
 #: What cannot be read is told by what reads it, which knows more than click.
 directory = click.argument("directory", type=click.Path(file_okay=False, readable=False))
 item = click.option(

@@ -22,10 +22,14 @@ Beside the steps::
 
 from __future__ import annotations
 
+import operator
 import re
 import urllib.parse
 import uuid
 from pathlib import Path
+from typing import SupportsIndex
+
+from deltackpt.errors import OptionError
 
 EMBEDDINGS_ITEM = "embeddings"
 DENSE_ITEM = "dense"
@@ -45,6 +49,8 @@ TRASH = "deleted"
 #: Bases that compaction folded, beside the steps that they stand for.
 COMPACTED = "compacted"
 COMPACTION_LOCK = "lock"
+#: The newest step that a record can hold: an int64.
+LAST_STEP = (1 << 63) - 1
 #: What a copy has not finished yet; hidden, so that nobody takes it for a step.
 COPYING = ".copying"
 #: Markers of what is whole in an object store.
@@ -143,6 +149,28 @@ def array_dir(item_dir: Path, process: int, segment: str, array: str) -> Path:
 def step_number(name: str) -> int | None:
     """Number of a committed step's directory, None where the name is another object's."""
     return int(name) if _STEP.fullmatch(name) else None
+
+
+def as_step(step: SupportsIndex) -> int:
+    """The number of a step that a caller gives, as a plain int.
+
+    Args:
+      step: an int, or an integer scalar of numpy or jax, such as flax's ``TrainState.step``.
+
+    Raises:
+      OptionError: it is not an integer, or is none that a step can have.
+    """
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)
+    except TypeError:  # A float, an array of several, a traced number: each says so in its way.
+        number = None
+    if number is None or not 0 <= number <= LAST_STEP:
+        raise OptionError(
+            f"step: expected an integer from 0 to 2**63 - 1, or an integer scalar of numpy or jax, "
+            f"found {step!r} of type {type(step).__name__}; give the number of training steps "
+            "taken, outside of jit"
+        )
+    return number
 
 
 def lease_name(epoch: int) -> str:

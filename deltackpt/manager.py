@@ -216,7 +216,8 @@ class CheckpointManager:
         """Saves a step; returns as soon as training may go on.
 
         Args:
-          step: the training step, above every earlier one.
+          step: the training step, above every earlier one: an int, or an integer scalar of numpy or
+            jax, such as flax's ``TrainState.step``.
           state: the whole training state, any pytree.
           touched: a TouchState beside those in ``state``: a row is touched if any of them says so.
             Not with ``tracking="fingerprints"``, which looks for itself.
@@ -229,10 +230,11 @@ class CheckpointManager:
             is ``error.taken``, and it covers what the failed one held. ``TrackingFailed`` where the
             sampled proof found rows that changed and were not marked: then this one is a base.
           FencedError: another trainer has taken over the directory.
-          OptionError: the step is not above those that the directory holds.
+          OptionError: the step is not above those that the directory holds, or is no integer from
+            0 to 2**63 - 1.
         """
         arguments = _SaveArguments(touched, items, metrics, force_base)
-        return self._save(step, state, arguments, self.options.when_busy)
+        return self._save(layout.as_step(step), state, arguments, self.options.when_busy)
 
     def save_if_due(self, step: int, state: Any, **arguments: Any) -> Saved | None:
         """Takes a save that is due: a coalesced one, or that of a preemption.
@@ -243,13 +245,14 @@ class CheckpointManager:
         call returns when it is durable.
 
         Args:
-          step: the training step.
+          step: the training step; a plain int costs least, a jax scalar is waited for.
           state: the state at that step.
           **arguments: as for ``save``.
 
         Returns:
           What was saved; None where nothing was due.
         """
+        step = layout.as_step(step)
         with self._lock:
             if self.reached_preemption(step):
                 try:
@@ -309,7 +312,7 @@ class CheckpointManager:
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the platform has announced that this job will be preempted at ``step``."""
-        return self._orbax.reached_preemption(step)
+        return self._orbax.reached_preemption(layout.as_step(step))
 
     def wait(self) -> list[SaveReport]:
         """Waits until every save is committed, as durable as ``options.durability`` says.
@@ -434,8 +437,10 @@ class CheckpointManager:
           progress: as for ``restore_latest``.
 
         Raises:
+          OptionError: it is no number of a step.
           RestoreError: what is wrong with the step.
         """
+        step = layout.as_step(step)
         with self._lock:
             self._check_usable()
             self._settle_quietly()

@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import google_crc32c
+import jax
 import jax.numpy as jnp
 import model
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from click.testing import CliRunner
 from machine import required
 
 import deltackpt
-from deltackpt import touched
+from deltackpt import cli, inspect, touched
 from deltackpt.errors import (
     BrokenChain,
     ClosedError,
@@ -37,6 +39,8 @@ from deltackpt.errors import (
     TemplateMismatch,
     TrackingError,
 )
+from deltackpt.handlers import steps
+from deltackpt.integrations import loop
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -148,6 +152,72 @@ def test_a_step_that_does_not_exist_is_named(written):
 
 
 # What is saved.
+
+
+NO_STEPS = [3.0, -1, 1 << 63, True, "3", None, np.float32(3), np.array([3])]
+
+
+@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
+def test_what_is_no_step_is_refused_at_once_and_nothing_is_committed(tmp_path, step):
+    state = model.initial()
+    with manager(tmp_path) as saver:
+        for call in (
+            lambda: saver.save(step, state),
+            lambda: saver.save_if_due(step, state),
+            lambda: saver.reached_preemption(step),
+            lambda: saver.restore(step, state),
+        ):
+            with pytest.raises(OptionError, match="step: expected an integer from 0 to"):
+                call()
+        saver.save(0, state)
+    assert inspect.open(tmp_path).steps == [0]
+    if step is not None:  # the newest one, there
+        with pytest.raises(OptionError, match="step: expected an integer"):
+            inspect.open(tmp_path).at(step)
+
+
+def test_a_step_that_is_traced_is_refused(tmp_path):
+    with manager(tmp_path) as saver, pytest.raises(OptionError, match="outside of jit"):
+        jax.jit(lambda step: saver.reached_preemption(step))(3)
+
+
+def test_a_loop_and_a_directory_of_stock_orbax_take_the_same_steps(tmp_path):
+    state = {"emb": jnp.ones((4, 2))}
+    emb = deltackpt.Tables(select="emb")
+    with loop.LoopCheckpoints(tmp_path, tables=emb, every_steps=1) as saves:
+        for call in (saves.after_step, saves.save):
+            with pytest.raises(OptionError, match="step: expected an integer"):
+                call(2.0, state)
+        assert saves.after_step(jnp.int32(2), state).step == 2
+    with pytest.raises(OptionError, match="step: expected an integer"):
+        steps.step_number(tmp_path / str(1 << 63))
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.array, jnp.int32, jnp.array])
+def test_an_integer_of_any_kind_is_a_step(tmp_path, kind):
+    """As ``TrainState.step`` of flax, which is a jax array."""
+    state = model.initial()
+    with manager(tmp_path) as saver:
+        saved = saver.save(kind(7), state)
+        [report] = saver.wait()
+        restored = saver.restore(kind(7), state)
+        assert saver.save_if_due(kind(8), state) is None
+    for step in (saved.step, report.intent.save_id.step, restored.step, *restored.chain):
+        assert type(step) is int and step == 7
+    assert inspect.open(tmp_path).at(kind(7)).step == 7
+
+
+def test_the_largest_step_is_saved_and_listed(tmp_path):
+    state, largest = model.initial(), (1 << 63) - 1
+    with manager(tmp_path) as saver:
+        saver.save(largest, state)
+    with manager(tmp_path) as saver:
+        assert saver.restore_latest(state).step == largest
+
+
+def test_the_command_line_refuses_a_step_beyond_64_bits(written):
+    found = CliRunner().invoke(cli.cli, ["show", str(written[0]), str(1 << 63)])
+    assert found.exit_code == 2 and "is not in the range 0<=x<=9223372036854775807" in found.output
 
 
 @pytest.mark.parametrize(

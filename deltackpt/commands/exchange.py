@@ -13,7 +13,7 @@ from deltackpt.errors import OptionError
 if TYPE_CHECKING:
     from deltackpt.interchange import Exported
 
-_step = click.option("--step", type=click.IntRange(min=0), help="The step; the newest by default.")
+_step = click.option("--step", type=arguments.STEP, help="The step; the newest by default.")
 _target = click.argument("target", type=click.Path())
 
 
@@ -167,7 +167,7 @@ def export_parquet(
 @click.option("--always", multiple=True, help="Pattern of slots whose rows all move at every step.")
 @click.option(
     "--step",
-    type=click.IntRange(min=0),
+    type=arguments.STEP,
     help="Of several steps which; else the number that the step gets.",
 )
 @click.option("--item", "source_item", help="The pytree in a step that has several items.")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
 )
 @arguments.directory
-@click.option("--step", type=click.IntRange(min=0), help="Step to fold; the newest by default.")
+@click.option("--step", type=arguments.STEP, help="Step to fold; the newest by default.")
 @arguments.item
 @click.option("--workers", type=click.IntRange(min=1), help="Parts at a time; one per CPU.")
 @click.option(
@@ -79,7 +79,7 @@ def compact(
 @click.option(
     "--step",
     "steps",
-    type=click.IntRange(min=0),
+    type=arguments.STEP,
     multiple=True,
     help="A step to verify, with what it needs; all by default, and may be repeated.",
 )
@@ -220,7 +220,7 @@ def collect(
 @click.option(
     "--step",
     "steps",
-    type=click.IntRange(min=0),
+    type=arguments.STEP,
     multiple=True,
     help="A step to copy; the newest by default, and may be repeated.",
 )
@@ -291,7 +291,7 @@ def copy(
     "  deltackpt plan /data/run-17 12000 --tables"
 )
 @arguments.directory
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@click.argument("step", type=arguments.STEP, required=False)
 @arguments.item
 @click.option("--tables", is_flag=True, help="Also list what is read of each table.")
 @arguments.as_json

@@ -57,7 +57,7 @@ def ls(directory: str, item: str | None, last: int | None, as_json: bool) -> Non
     "  deltackpt show /data/run-17 12000 --json"
 )
 @arguments.directory
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@click.argument("step", type=arguments.STEP, required=False)
 @arguments.item
 @arguments.as_json
 def show(directory: str, step: int | None, item: str | None, as_json: bool) -> None:
@@ -89,8 +89,8 @@ def show(directory: str, step: int | None, item: str | None, as_json: bool) -> N
     "  deltackpt diff /data/run-17 1000 2000 --table users --field slot.accumulator --largest 20"
 )
 @arguments.directory
-@click.argument("a", type=click.IntRange(min=0))
-@click.argument("b", type=click.IntRange(min=0))
+@click.argument("a", type=arguments.STEP)
+@click.argument("b", type=arguments.STEP)
 @arguments.item
 @click.option(
     "--table",
@@ -145,7 +145,7 @@ def diff(
 @click.argument("rows", metavar="ROW...", type=click.IntRange(min=0), nargs=-1, required=True)
 @arguments.item
 @_field
-@click.option("--step", "steps", type=click.IntRange(min=0), multiple=True, help="Only this step.")
+@click.option("--step", "steps", type=arguments.STEP, multiple=True, help="Only this step.")
 @click.option(
     "--columns", type=click.IntRange(min=1), default=6, show_default=True, help="Numbers to show."
 )

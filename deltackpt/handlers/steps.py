@@ -7,7 +7,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from deltackpt import pipeline
+from deltackpt import layout, pipeline
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.handlers.peers import Peers
 from deltackpt.lineage import Lineage, new_run
@@ -46,6 +46,10 @@ def final_step_dir(item_dir: Path) -> Path:
 
 
 def step_number(step_dir: Path) -> int:
-    """The step of a step directory's name, 0 for a checkpoint that is not one of a sequence."""
+    """The step of a step directory's name, 0 for a checkpoint that is not one of a sequence.
+
+    Raises:
+      OptionError: it is above every step that a record can hold.
+    """
     found = re.search(r"(\d+)$", step_dir.name)
-    return int(found[1]) if found else 0
+    return layout.as_step(int(found[1])) if found else 0

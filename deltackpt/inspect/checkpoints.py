@@ -123,6 +123,7 @@ class Checkpoints:
         """A step, the newest by default; the manifests of its chain are read.
 
         Raises:
+          OptionError: it is no number of a step.
           StepNotFound: there is no such step, or none at all.
           Damaged, BrokenChain: the chain is not whole; the object is named.
           StepGone: it was removed meanwhile.
@@ -194,9 +195,10 @@ class Checkpoints:
           StepNotFound: there is no such step.
           StepGone: it was removed meanwhile.
         """
-        path = self._root.step_dir(step)
+        number = self._chosen(step)
+        path = self._root.step_dir(number)
         with stored.standing(path, instead="open"):
-            for save in self.saves_of([step]):
+            for save in self.saves_of([number]):
                 return save
             raise StepNotFound(
                 f"{path}: expected a committed step, found no such directory; see steps"
@@ -265,7 +267,7 @@ class Checkpoints:
         Raises:
           StepNotFound, Damaged: it cannot be read.
         """
-        return changes.touched(self._read(step), self._numbers, tables)
+        return changes.touched(self._read(self._chosen(step)), self._numbers, tables)
 
     def history(
         self,
@@ -331,11 +333,12 @@ class Checkpoints:
           TemplateMismatch: a table that was named is in neither step.
           StepNotFound, Damaged, BrokenChain, StepGone: a step cannot be read.
         """
-        return changes.diff(self._saves(a), self._saves(self._chosen(b)), tables, field)
+        older, newer = (self._saves(self._chosen(step)) for step in (a, b))
+        return changes.diff(older, newer, tables, field)
 
     def _chosen(self, step: int | None) -> int:
         """A step, the newest where it is None."""
-        found = self.newest if step is None else step
+        found = self.newest if step is None else layout.as_step(step)
         if found is None:
             raise StepNotFound(
                 f"{self.path}: expected a committed step, found none; wait for the trainer's first "

@@ -154,7 +154,8 @@ class LoopCheckpoints:
         microseconds.
 
         Args:
-          step: how many training steps the state has behind it.
+          step: how many training steps the state has behind it, an integer; a plain int costs
+            least, a jax scalar is waited for.
           state: the state, in the form that was given to ``resume``; the position of the data is
             that of now.
 
@@ -165,6 +166,7 @@ class LoopCheckpoints:
           SaveFailed: an earlier save failed in the background; this one was taken.
           FencedError: another trainer has taken over the directory.
         """
+        step = layout.as_step(step)
         due = step % self._every_steps == 0
         if self.manager.reached_preemption(step) or (self._owed and not due):
             return self._save(self.manager.save_if_due, step, state)
@@ -185,6 +187,7 @@ class LoopCheckpoints:
             error says otherwise.
           FencedError: another trainer has taken over the directory.
         """
+        step = layout.as_step(step)
         if step == self._newest and self._is_committed(step):
             return None
         saved = self._save(self.manager.save, step, state)

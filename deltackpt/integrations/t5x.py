@@ -286,6 +286,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     def should_save(self, step: int) -> bool:
         """Whether the period of the save configuration asks for a save."""
+        step = layout.as_step(step)
         return step != self._at and step % (self._period or 1) == 0
 
     def save(
@@ -314,7 +315,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
           SaveFailed: an earlier save failed in the background; this one was taken.
           FencedError: another trainer has taken over the model directory.
         """
-        step = int(np.asarray(checkpoints.get_local_data(train_state.step)))
+        step = layout.as_step(np.asarray(checkpoints.get_local_data(train_state.step)))
         if not force and not self.should_save(step):
             return False
         if step == self._at and self._is_committed():
@@ -416,6 +417,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         """
         if step is not None and path is not None:
             raise ValueError("expected a step or a path, found both; give one of them")
+        step = None if step is None else layout.as_step(step)
         found_path, is_stock = self._peers.of_first(
             "choosing a checkpoint", lambda: self._checkpoint(step, path)
         )
