@@ -32,7 +32,7 @@ from deltackpt.tables import Split, match_marks, matched
 from deltackpt.touched import Marks, TouchState
 
 #: Bounds of one save's sample.
-ROWS = 2048
+ROWS = 1536
 _BYTES = 1 << 20
 _LEAST_ROWS = 64
 #: Tables of one group, so that hundreds of tables cost no more than these.
@@ -55,18 +55,6 @@ class Sample:
     rows: np.ndarray
     stamps: Mapping[str, np.ndarray]
     bits: Mapping[str, np.ndarray]
-
-    def chosen(self, which: np.ndarray) -> Sample:
-        """Some of the rows.
-
-        Args:
-          which: positions ascending, or a mask.
-        """
-        return Sample(
-            self.rows[which],
-            {place: stamps[which] for place, stamps in self.stamps.items()},
-            {field: rows[which] for field, rows in self.bits.items()},
-        )
 
 
 #: Group, and which columns and rows of it this process holds, to the sample of these.
@@ -221,27 +209,25 @@ def _plans(sources: Sources) -> list[_Plan]:
 
 def _look_again(
     sources: Sources, plan: _Plan, known: Sample, intent: Intent
-) -> tuple[Sample, np.ndarray]:
-    """The rows of a sample that were not touched since, and those that changed all the same."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a sample that were not touched since, and those of them that changed."""
     stamps = sources.stamps.at(plan.group, known.rows)
-    untouched = np.ones(len(known.rows), bool)
+    untouched, wrong = np.ones(len(known.rows), bool), np.zeros(len(known.rows), bool)
     for place, now in stamps.items():
         untouched &= now <= intent.since[place]
-    still = known.chosen(untouched)
-    now = Sample(
-        still.rows,
-        {place: held[untouched] for place, held in stamps.items()},
-        {name: field.bits(still.rows) for name, field in plan.fields.items()},
-    )
-    wrong = np.zeros(len(still.rows), bool)
-    for place, held in now.stamps.items():
-        before = _stamps_of(still, intent.seen.get(place))
+        before = _stamps_of(known, intent.seen.get(place))
         if before is not None:
             # A table may have got stamps in a TouchState that had none of it.
-            wrong |= (held != before) & (held >= 0) & (before >= 0)
-    for name, bits in now.bits.items():
-        wrong |= (bits != still.bits[name]).any(axis=1)
-    return now, still.rows[wrong]
+            wrong |= (now != before) & (now >= 0) & (before >= 0)
+    for name, field in plan.fields.items():
+        wrong |= _differ(field.bits(known.rows), known.bits[name])
+    return known.rows[untouched], known.rows[untouched & wrong]
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Which rows, of two arrays (n, row_bytes) uint8, differ; in words, eight times as fast."""
+    size = next(size for size in (8, 4, 2, 1) if one.shape[1] % size == 0)
+    return (one.view(f"u{size}") != other.view(f"u{size}")).any(axis=1)
 
 
 def _stamps_of(sample: Sample, seen: Reading | None) -> np.ndarray | None:
@@ -249,42 +235,23 @@ def _stamps_of(sample: Sample, seen: Reading | None) -> np.ndarray | None:
 
 
 def _sampled(
-    sources: Sources,
-    plan: _Plan,
-    kept: Sample | None,
-    touched: np.ndarray | None,
+    sources: Sources, plan: _Plan, known: np.ndarray | None, touched: np.ndarray | None
 ) -> Sample:
-    """A sample for the next save: touched rows, rows that are known already, and random ones."""
-    most = plan.most
-    if len(plan.held) <= most:
-        kept, rows = None, np.asarray(plan.held)
+    """A sample for the next save: touched rows, rows that were sampled before, and random ones."""
+    if len(plan.held) <= plan.most:
+        rows = np.asarray(plan.held)
     else:
         within = _few(plan)
+        parts = [_random(within, plan.most // 4)]
+        if known is not None:
+            parts.append(_some([known], plan.most // 4))
         if touched is not None:
-            touched = _some([touched[blocks.row_slice(touched, *s)] for s in within], most // 2)
-        if kept is not None and len(kept.rows) > most // 4:
-            kept = kept.chosen(_some([np.arange(len(kept.rows))], most // 4))
-        rows = _random(within, most // 4)
-        if touched is not None:
-            rows = _distinct(np.concatenate([rows, touched]))
-        if kept is not None:
-            rows = rows[~np.isin(rows, kept.rows, assume_unique=True, kind="sort")]
-    new = Sample(
-        rows.astype(np.int64, copy=False),
-        sources.stamps.at(plan.group, rows),
-        {name: field.bits(rows) for name, field in plan.fields.items()},
-    )
-    return new if kept is None else _joined(kept, new)
-
-
-def _joined(one: Sample, other: Sample) -> Sample:
-    """Two samples of different rows of the same fields."""
-    rows = np.concatenate([one.rows, other.rows])
-    return Sample(
-        rows,
-        {p: np.concatenate([held, other.stamps[p]]) for p, held in one.stamps.items()},
-        {f: np.concatenate([bits, other.bits[f]]) for f, bits in one.bits.items()},
-    ).chosen(np.argsort(rows))
+            spans = [touched[blocks.row_slice(touched, *span)] for span in within]
+            parts.append(_some(spans, plan.most // 2))
+        rows = _distinct(np.concatenate(parts))
+    rows = rows.astype(np.int64, copy=False)
+    bits = {name: field.bits(rows) for name, field in plan.fields.items()}
+    return Sample(rows, sources.stamps.at(plan.group, rows), bits)
 
 
 def _few(plan: _Plan) -> list[Span]:
