@@ -384,6 +384,11 @@ class Lineage:
             self._branch.since = [self._branch.previous]
             self._distrusted = None
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether a restore has left a branch with a save."""
+        return bool(self._former)
+
     def go_back(self, clocks: Clocks) -> bool:
         """Goes back to the branch that a restore left, where the TouchStates are those of it.
 
@@ -434,11 +439,6 @@ class Lineage:
                 if base is not None:
                     return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
         return None
-
-    def restart(self) -> None:
-        """Starts a new run without a parent: the next save is a base."""
-        with self._lock:
-            self._leave(_Branch(run=new_run()))
 
     def protected(self) -> frozenset[SaveId]:
         """Saves that retention must not remove: possible parents, and what is in flight."""

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
@@ -243,10 +243,7 @@ def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
     found = matched(touched, layout)
     for table in layout.tables:
         if table.name not in found:
-            raise TrackingError(
-                f"table {table.name}: no stamps of it in the TouchState, which has\n"
-                f"{paths.listed(touched.stamps)}\ninitialise it with every table"
-            )
+            raise _without_stamps(table.name, touched.stamps)
     return found
 
 
@@ -266,11 +263,15 @@ def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, A
             found[table][place] = touched.stamps[key]
     if bare := [table for table, stamps in found.items() if not stamps]:
         known = {key for _, touched in marks for key in touched.stamps}
-        raise TrackingError(
-            f"table {bare[0]}: no stamps of it in the TouchState, which has\n"
-            f"{paths.listed(known)}\ninitialise it with every table"
-        )
+        raise _without_stamps(bare[0], known)
     return found
+
+
+def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
+    return TrackingError(
+        f"table {table}: no stamps of it in the TouchState, which has\n{paths.listed(known)}\n"
+        "initialise it with every table"
+    )
 
 
 def matched(touched: TouchState, layout: Layout) -> dict[str, str]:

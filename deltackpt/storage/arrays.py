@@ -349,10 +349,7 @@ def _chunk_file(path: Path) -> Iterator[io.FileIO]:
         except OSError as error:
             if error.errno == errno.EINVAL:  # A seek before the start of a file that is too short.
                 raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
-            raise StorageError(
-                f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
-                "system and its permissions, then try again"
-            ) from error
+            raise files.unreadable(path, error) from error
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -71,10 +71,15 @@ def read_bytes(
     except FileNotFoundError as error:
         raise Damaged(shown, "a file", "no such file") from error
     except OSError as error:
-        raise StorageError(
-            f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
-            "system and its permissions, then try again"
-        ) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path | str, error: OSError) -> StorageError:
+    """What is raised where a file cannot be read, although it is there."""
+    return StorageError(
+        f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
+        "system and its permissions, then try again"
+    )
 
 
 def length(path: Path, name: str) -> int:
@@ -93,10 +98,7 @@ def length(path: Path, name: str) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(name, "a file", "no such file") from error
     except OSError as error:
-        raise StorageError(
-            f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
-            "system and its permissions, then try again"
-        ) from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(found.st_mode):
         raise Damaged(name, "a file", "no such file but something else of that name")
     return found.st_size
