@@ -117,6 +117,8 @@ class _Known:
     clocks: Clocks
     layout: Layout
     settled: Clocks | None
+    #: How many saves of the lineage had been begun with it.
+    number: int = 0
     total_bytes: int = 0
     chain_length: int = 0
     witness: Any = None
@@ -181,6 +183,8 @@ class Lineage:
         self._begun = 0
         #: Why the next saves are bases, until one is committed.
         self._distrusted: str | None = None
+        #: How many saves had been begun then: a base among them does not end it.
+        self._distrusted_at = 0
 
     @classmethod
     def unprotected(cls, run: str | None = None) -> Lineage:
@@ -226,7 +230,12 @@ class Lineage:
             settled = _settled(clocks, branch.begun)
             before = branch.begun
             branch.begun = branch.in_flight = _Known(
-                info=info, path=step_dir, clocks=clocks, layout=layout, settled=settled
+                info=info,
+                path=step_dir,
+                clocks=clocks,
+                layout=layout,
+                settled=settled,
+                number=self._begun,
             )
             if parent is None:
                 return Intent(
@@ -287,14 +296,14 @@ class Lineage:
                 known.witness = witness
 
     def distrust(self, reason: str) -> None:
-        """Makes the next saves bases, until one is committed.
+        """Makes the next saves bases, until one of them is committed.
 
         Args:
           reason: why the touched rows cannot be trusted.
         """
         with self._lock:
             self._settle()
-            self._distrusted = reason
+            self._distrusted, self._distrusted_at = reason, self._begun
 
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
         """What ``begin`` would decide now, without noting anything.
@@ -464,7 +473,8 @@ class Lineage:
         known.total_bytes += head.nbytes
         branch.previous = known
         if known.info.kind == "base":
-            self._distrusted = None
+            if known.number > self._distrusted_at:
+                self._distrusted = None
             branch.anchor, branch.base_bytes, branch.delta_bytes = known, known.info.nbytes, []
             branch.since, branch.base_id = [], None
         else:
