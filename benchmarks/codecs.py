@@ -28,15 +28,17 @@ import ways  # noqa: F401  (makes the example importable)
 from dlrm_jax import data, trainer
 from report import Report, Sample, arguments, percent, speed
 
-from deltackpt import codecs, encode, field_writer, merge
-from deltackpt.blocks import VALUES, EncodedBlock
+from deltackpt import codecs
 from deltackpt.codecs import Codec
-from deltackpt.encode import HostPiece
 from deltackpt.errors import OptionError
-from deltackpt.field_writer import Field, Place
-from deltackpt.manifest import Encoding, FieldSpec
-from deltackpt.merge import Target
+from deltackpt.format.blocks import VALUES, EncodedBlock
+from deltackpt.format.manifest import Encoding, FieldSpec
 from deltackpt.policy import Choice, CodecChoice
+from deltackpt.reading import merge
+from deltackpt.reading.merge import Target
+from deltackpt.save import encode, fields
+from deltackpt.save.encode import HostPiece
+from deltackpt.save.fields import Field, Place
 from deltackpt.storage import arrays, files
 
 ROWS, WIDTH = 400_000, 64
@@ -78,7 +80,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> 
             yield HostPiece(rows[start : start + limit])
 
     started = time.perf_counter()
-    stored = field_writer.write_field(place, field, pieces, pool)
+    stored = fields.write_field(place, field, pieces, pool)
     seconds = time.perf_counter() - started
     found = {}
     for entry in stored.arrays.entries:

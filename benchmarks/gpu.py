@@ -36,7 +36,8 @@ from jax import lax
 from report import Report, Sample, arguments, percent, secs, speed, timed, times
 
 import deltackpt
-from deltackpt import codecs, encode
+from deltackpt import codecs
+from deltackpt.save import encode
 
 TOUCHED = 0.05
 #: Steps that are waiting for the device or running there.

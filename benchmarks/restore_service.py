@@ -194,7 +194,7 @@ def train(root: Path, scale: float) -> None:
 
 def fold(root: Path) -> None:
     """Compacts the newest step's chain."""
-    from deltackpt.compact import compact
+    from deltackpt.upkeep.compact import compact
 
     found = compact(root)
     assert found is not None

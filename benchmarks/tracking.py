@@ -22,8 +22,11 @@ from dlrm_jax import data, trainer
 from report import Report, Sample, arguments, percent, secs, timed
 
 import deltackpt
-from deltackpt import extract, fingerprint, lineage, manifest, pipeline, proof, tables
-from deltackpt.staging import Staging
+from deltackpt.format import manifest
+from deltackpt.resources.staging import Staging
+from deltackpt.save import extract, lineage, pipeline, proof
+from deltackpt.state import tables
+from deltackpt.tracking import fingerprints
 
 _STAGING = Staging(1 << 30)
 #: Calls of what takes microseconds are timed together.
@@ -187,7 +190,7 @@ def run(options: argparse.Namespace) -> None:
     prints = repeated(
         lambda: jax.block_until_ready(
             [
-                fingerprint.fingerprint(table, [trained.accumulators[name]])
+                fingerprints.fingerprint(table, [trained.accumulators[name]])
                 for name, table in trained.tables.items()
             ]
         ),

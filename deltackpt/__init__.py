@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from deltackpt.__about__ import __version__
 
 if TYPE_CHECKING:
-    from deltackpt import errors, fingerprint, policy, touched
+    from deltackpt import errors, policy, touched
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
     from deltackpt.options import ManagerOptions, Timeouts
     from deltackpt.outcomes import Restored, Saved
-    from deltackpt.pipeline import Embeddings, PipelineOptions
     from deltackpt.policy import (
         BitWidthPolicy,
         CodecChoice,
@@ -27,10 +26,17 @@ if TYPE_CHECKING:
         Intermittent,
         OneShot,
     )
-    from deltackpt.tables import Tables, split
+    from deltackpt.save.pipeline import Embeddings, PipelineOptions
+    from deltackpt.state.tables import Tables, split
     from deltackpt.touched import TouchState
+    from deltackpt.tracking import fingerprints as fingerprint
 
-_MODULES = ("errors", "fingerprint", "policy", "touched")
+_MODULES = {
+    "errors": "errors",
+    "fingerprint": "tracking.fingerprints",
+    "policy": "policy",
+    "touched": "touched",
+}
 _NAMES = {
     "BitWidthPolicy": "policy",
     "CheckpointManager": "manager",
@@ -40,17 +46,17 @@ _NAMES = {
     "DeltaHandler": "handlers.v0",
     "DeltaRestore": "handlers.v0",
     "DeltaSave": "handlers.v0",
-    "Embeddings": "pipeline",
+    "Embeddings": "save.pipeline",
     "Intermittent": "policy",
     "ManagerOptions": "options",
     "OneShot": "policy",
-    "PipelineOptions": "pipeline",
+    "PipelineOptions": "save.pipeline",
     "Restored": "outcomes",
     "Saved": "outcomes",
-    "Tables": "tables",
+    "Tables": "state.tables",
     "Timeouts": "options",
     "TouchState": "touched",
-    "split": "tables",
+    "split": "state.tables",
 }
 
 __all__ = [
@@ -83,7 +89,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"deltackpt.{name}")
+        return importlib.import_module(f"deltackpt.{_MODULES[name]}")
     if name in _NAMES:
         return getattr(importlib.import_module(f"deltackpt.{_NAMES[name]}"), name)
     raise AttributeError(f"module 'deltackpt' has no attribute {name!r}")

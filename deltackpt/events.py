@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 from deltackpt.errors import DeltackptError, MissingExtra
-from deltackpt.manifest import Kind
+from deltackpt.format.manifest import Kind
 
 _logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import events, exits, layout, pipeline, processes, proof, restoring, tables
+from deltackpt import events, processes
 from deltackpt import touched as touch_state
 from deltackpt.errors import (
     ClosedError,
@@ -42,25 +42,35 @@ from deltackpt.errors import (
     TrackingFailed,
     WaitTimeout,
 )
-from deltackpt.fingerprint import RowTracker
+from deltackpt.format import names
+from deltackpt.format.manifest import SaveId
 from deltackpt.handlers import commit, dense, retention, v0, waiting
+from deltackpt.handlers.agreement import Peers
 from deltackpt.handlers.items import restore_args, save_args, sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs, remove_by
-from deltackpt.handlers.peers import Peers
-from deltackpt.lineage import Clocks, Lineage, Reading, new_run
-from deltackpt.manifest import SaveId
+from deltackpt.ledger.directory import Root
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
-from deltackpt.pipeline import Embeddings, PendingSave, PipelineOptions, RefusedSave, SaveReport
 from deltackpt.policy import Decision
-from deltackpt.proof import TrackingVerifier
-from deltackpt.reader import Progress, RestoredTables
-from deltackpt.rendezvous import Rendezvous
-from deltackpt.restoring import Found, Items, RowRanges, Service, StepReader
-from deltackpt.root import Root
-from deltackpt.staging import Staging
-from deltackpt.tables import Split
+from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.resources.staging import Staging
+from deltackpt.restore import steps
+from deltackpt.restore.steps import Found, Items, RowRanges, Service, StepReader
+from deltackpt.save import exits, pipeline, proof
+from deltackpt.save.lineage import Clocks, Lineage, Reading, new_run
+from deltackpt.save.pipeline import (
+    Embeddings,
+    PendingSave,
+    PipelineOptions,
+    RefusedSave,
+    SaveReport,
+)
+from deltackpt.save.proof import TrackingVerifier
+from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.state import tables
+from deltackpt.state.tables import Split
 from deltackpt.touched import Marks, TouchState
+from deltackpt.tracking.fingerprints import RowTracker
 
 #: How often a reader lists steps that a trainer removes meanwhile.
 _LISTINGS = 10
@@ -234,7 +244,7 @@ class CheckpointManager:
             0 to 2**63 - 1.
         """
         arguments = _SaveArguments(touched, items, metrics, force_base)
-        return self._save(layout.as_step(step), state, arguments, self.options.when_busy)
+        return self._save(names.as_step(step), state, arguments, self.options.when_busy)
 
     def save_if_due(self, step: int, state: Any, **arguments: Any) -> Saved | None:
         """Takes a save that is due: a coalesced one, or that of a preemption.
@@ -252,7 +262,7 @@ class CheckpointManager:
         Returns:
           What was saved; None where nothing was due.
         """
-        step = layout.as_step(step)
+        step = names.as_step(step)
         with self._lock:
             if self.reached_preemption(step):
                 try:
@@ -312,7 +322,7 @@ class CheckpointManager:
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the platform has announced that this job will be preempted at ``step``."""
-        return self._orbax.reached_preemption(layout.as_step(step))
+        return self._orbax.reached_preemption(names.as_step(step))
 
     def wait(self) -> list[SaveReport]:
         """Waits until every save is committed, as durable as ``options.durability`` says.
@@ -440,7 +450,7 @@ class CheckpointManager:
           OptionError: it is no number of a step.
           RestoreError: what is wrong with the step.
         """
-        step = layout.as_step(step)
+        step = names.as_step(step)
         with self._lock:
             self._check_usable()
             self._settle_quietly()
@@ -617,7 +627,7 @@ class CheckpointManager:
             pending = RefusedSave(error)
         args: dict[str, ocp.args.CheckpointArgs] = {self._item: v0.DeltaSave(pending)}
         if split.layout.dense:
-            args[layout.DENSE_ITEM] = dense.save_args(split.dense)
+            args[names.DENSE_ITEM] = dense.save_args(split.dense)
         try:
             with barrier_secs(self.options.timeouts.peers_secs):
                 self._orbax.save(
@@ -917,7 +927,7 @@ class CheckpointManager:
         if rows is None:
             run = self._peers.agree("a new run", new_run())
             identity = touch_state.identity_of(run)
-            state, fresh = restoring.joined(template, found, loaded, identity)
+            state, fresh = steps.joined(template, found, loaded, identity)
             if items:
                 with self._reading(f"restoring items of step {step}"):
                     extra = self._steps.items(found, items)
@@ -1047,7 +1057,7 @@ class CheckpointManager:
             self._root.path,
             item_handlers={
                 self._item: v0.DeltaHandler(),
-                layout.DENSE_ITEM: dense.handler(),
+                names.DENSE_ITEM: dense.handler(),
                 **self._extra,
             },
             options=ocp.CheckpointManagerOptions(

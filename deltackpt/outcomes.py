@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from deltackpt.errors import RestoreError, ServiceError
-from deltackpt.manifest import Kind
+from deltackpt.format.manifest import Kind
 from deltackpt.touched import TouchState
 
 

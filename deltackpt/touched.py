@@ -21,11 +21,11 @@ import optax
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from deltackpt import globs, paths, slots
-from deltackpt.bits import any_in_row, away_from_zero, bits, folded, width
 from deltackpt.errors import TableSelectionError, TrackingError
-from deltackpt.manifest import KeyPath, path_name
-from deltackpt.paths import Flat, Select
+from deltackpt.format.manifest import KeyPath, path_name
+from deltackpt.state import globs, paths, slots
+from deltackpt.state.paths import Flat, Select
+from deltackpt.tracking.bits import any_in_row, away_from_zero, bits, folded, width
 
 #: The clock stops here; a save that sees it takes a base.
 CLOCK_MAX = int(np.iinfo(np.int32).max)

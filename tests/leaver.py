@@ -23,8 +23,8 @@ from unittest import mock
 import model
 
 import deltackpt
-from deltackpt import pipeline
 from deltackpt.handlers import commit
+from deltackpt.save import pipeline
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: What can be held back: the directories and so all of the save, its rows, its commit.

@@ -38,10 +38,13 @@ from jax._src import distributed
 from orbax.checkpoint import v1
 
 import deltackpt
-from deltackpt import exits, manager, pipeline, rendezvous, restore, restoring, touched
+from deltackpt import manager, touched
 from deltackpt.handlers import commit
+from deltackpt.ledger.directory import Root
 from deltackpt.options import Timeouts
-from deltackpt.root import Root
+from deltackpt.restore import placing
+from deltackpt.restore import steps as restoring
+from deltackpt.save import exits, pipeline, rendezvous
 from deltackpt.storage import arrays, files
 
 #: Rows that any mesh of 8 devices divides, and widths that 4 do. Each process writes a share of
@@ -492,7 +495,7 @@ class Worker:
     def stock_load(self, root: str, api: str, place: dict[str, Any], step: int) -> dict[str, Any]:
         """Restores the tables with our handler under a stock manager of Orbax."""
         split = deltackpt.split(_place(place).template(self._model.at(step)), tables())
-        wanted = restore.AbstractEmbeddings(tables=split.fields)
+        wanted = placing.AbstractEmbeddings(tables=split.fields)
         if api == "v0":
             with ocp.CheckpointManager(root) as saver:
                 args = ocp.args.Composite(embeddings=deltackpt.DeltaRestore(wanted))

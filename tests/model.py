@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltackpt import codecs, encode, touched
+from deltackpt import codecs, touched
+from deltackpt.save import encode
 
 ROWS = {"users": 700, "items": 300, "tiny": 5}
 WIDTH = {"users": 8, "items": 8, "tiny": 4}

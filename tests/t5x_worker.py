@@ -29,9 +29,9 @@ with warnings.catch_warnings():
     from deltackpt.integrations import t5x as deltackpt_t5x
 
 import deltackpt
-from deltackpt import root
 from deltackpt.errors import Damaged
 from deltackpt.integrations import t5x_layout
+from deltackpt.ledger import directory
 from deltackpt.options import Timeouts
 
 TABLE = "target/token_embedder/embedding"
@@ -171,7 +171,7 @@ class Worker(many_worker.Worker):
         """This process lists no such step yet, as on a network file system."""
         for owner, name in (
             (checkpoints, "all_steps"),
-            (root.Root, "steps"),
+            (directory.Root, "steps"),
             (t5x_layout.StepLinks, "steps"),
         ):
             mock.patch.object(owner, name, _without(getattr(owner, name), step)).start()

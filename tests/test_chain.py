@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltackpt import chain
-from deltackpt.chain import SaveInfo
 from deltackpt.errors import BrokenChain
-from deltackpt.manifest import ParentRef, SaveId
+from deltackpt.format import chain
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import ParentRef, SaveId
 
 
 def save(step: int, parent: int | None = None, run: str = "run") -> SaveInfo:

@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 from test_compact import chain, write_chain
 
-from deltackpt import arguments, cli, compact
+from deltackpt import cli
+from deltackpt.cli import arguments
+from deltackpt.upkeep import compact
 
 
 def run(*arguments: object):

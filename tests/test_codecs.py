@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from oracles import make_oracles
 
-from deltackpt import codecs, encode
+from deltackpt import codecs
 from deltackpt.codecs import packing, uniform
 from deltackpt.errors import OptionError
+from deltackpt.save import encode
 
 LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]
 UNIFORM = [name for name in LOSSY if isinstance(codecs.get(name), codecs.Uniform)]

@@ -21,10 +21,6 @@ from hypothesis import strategies as st
 from test_compact import contents, fold, manager, write_chain
 
 import deltackpt
-from deltackpt import collect as collection
-from deltackpt import compact, layout, manifest, stored
-from deltackpt.audit import verify_root
-from deltackpt.collect import Retention, collect, collectable
 from deltackpt.errors import (
     AlreadyCompacting,
     FencedError,
@@ -32,8 +28,15 @@ from deltackpt.errors import (
     InUse,
     StorageError,
 )
-from deltackpt.root import Lease, Root
+from deltackpt.format import manifest
+from deltackpt.format import names as layout
+from deltackpt.ledger.directory import Lease, Root
+from deltackpt.reading import saves
 from deltackpt.storage import files
+from deltackpt.upkeep import collect as collection
+from deltackpt.upkeep import compact
+from deltackpt.upkeep.collect import Retention, collect, collectable
+from deltackpt.upkeep.verify import verify_root
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +297,7 @@ def test_a_collection_that_is_cut_leaves_each_step_whole_or_gone(cut_after, root
     collect(root, retention=Retention(keep_last=1), offline=True)
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
     assert {step: contents(root, step) for step in (3, 4)} == before
-    assert stored.compacted_bases(root) == {}
+    assert saves.compacted_bases(root) == {}
 
 
 def test_directories_of_others_are_refused(tmp_path):

@@ -24,7 +24,6 @@ import test_meshes
 from test_meshes import P, Topology
 
 import deltackpt
-from deltackpt import compact, integrity, layout, reader, stored
 from deltackpt.errors import (
     AlreadyCompacting,
     BrokenChain,
@@ -36,8 +35,12 @@ from deltackpt.errors import (
     StepGone,
     StepNotFound,
 )
-from deltackpt.reader import RestoredTables
-from deltackpt.storage import arrays
+from deltackpt.format import names
+from deltackpt.reading import reader
+from deltackpt.reading import saves as stored
+from deltackpt.reading.reader import RestoredTables
+from deltackpt.storage import arrays, digests
+from deltackpt.upkeep import compact
 
 MEMORY_BYTES = 64 << 20
 
@@ -93,7 +96,7 @@ def fold(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | N
 
 
 def leftovers(root: Path) -> list[str]:
-    return [name for name in os.listdir(root / layout.COMPACTED) if layout.is_compaction(name)]
+    return [name for name in os.listdir(root / names.COMPACTED) if names.is_compaction(name)]
 
 
 @pytest.mark.parametrize(
@@ -182,9 +185,7 @@ def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path
     [base] = stored.read_chain(tmp_path / "4")
     assert base.head.process_count == 5 and "parts" in base.head.features
     for record in base.manifests:
-        assert (
-            integrity.check(base.item_dir, integrity.read_item_digests(base.item_dir, record)) == []
-        )
+        assert digests.check(base.item_dir, digests.read_item_digests(base.item_dir, record)) == []
 
 
 @pytest.mark.parametrize("savers", [1, 4])
@@ -280,7 +281,7 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
 
     with mock.patch.object(arrays.ArrayWriter, "write", full), pytest.raises(OutOfSpace):
         fold(tmp_path, 4)
-    assert os.listdir(tmp_path / layout.COMPACTED) == [layout.COMPACTION_LOCK]
+    assert os.listdir(tmp_path / names.COMPACTED) == [names.COMPACTION_LOCK]
     with (
         mock.patch.object(compact.files, "free_bytes", lambda path: 10),
         pytest.raises(OutOfSpace, match="expected room for"),
@@ -659,7 +660,7 @@ def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_pa
 
 def test_importing_compaction_imports_neither_jax_nor_orbax():
     program = (
-        "import sys, deltackpt.compact;"
+        "import sys, deltackpt.upkeep.compact;"
         "print([m for m in ('jax', 'orbax', 'ray', 'flax') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

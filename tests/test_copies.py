@@ -23,9 +23,6 @@ from test_compact import contents, fold, manager, write_chain
 from test_verify import chunk, flip
 
 import deltackpt
-from deltackpt import collect, copies, integrity, layout, manifest, stored
-from deltackpt.audit import verify_root
-from deltackpt.copies import copy
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
@@ -38,7 +35,13 @@ from deltackpt.errors import (
     StorageError,
     TargetDiffers,
 )
-from deltackpt.storage import files
+from deltackpt.format import manifest, names
+from deltackpt.reading import saves
+from deltackpt.storage import digests, files
+from deltackpt.tiers import copy as copies
+from deltackpt.tiers.copy import copy
+from deltackpt.upkeep import collect
+from deltackpt.upkeep.verify import verify_root
 
 GOLDEN = Path(make_golden.__file__).parent
 
@@ -173,9 +176,9 @@ def test_what_another_manager_committed_is_copied_too(tmp_path):
     """No digests of Orbax's files were promised: they are copied as they are."""
     write_chain(tmp_path / "run", 1)
     step = tmp_path / "run" / "0"
-    plain = dataclasses.replace(stored.read_save(step).head, digests=("item",))
-    (step / "embeddings" / layout.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
-    (step / layout.STEP_DIGESTS).unlink()
+    plain = dataclasses.replace(saves.read_save(step).head, digests=("item",))
+    (step / "embeddings" / names.manifest_name(0)).write_bytes(manifest.to_bytes(plain))
+    (step / names.STEP_DIGESTS).unlink()
     copy(tmp_path / "run", tmp_path / "target")
     for path in step.rglob("*"):
         if path.is_file():
@@ -275,7 +278,7 @@ def test_a_missing_parent_is_named(run, tmp_path):
 def test_a_damaged_manifest_of_a_base_is_passed_over_where_the_chain_stands(run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    flip(root / "compacted" / "1" / "embeddings" / layout.manifest_name(0), root)
+    flip(root / "compacted" / "1" / "embeddings" / names.manifest_name(0), root)
     assert copy(root, tmp_path / "target").copied == ("0", "1", "2")
     assert verify_root(tmp_path / "target").intact
 
@@ -344,7 +347,7 @@ def foreign(place: Path) -> None:
 
 
 def altered(place: Path) -> None:
-    flip(place / "embeddings" / layout.manifest_name(0), place)
+    flip(place / "embeddings" / names.manifest_name(0), place)
 
 
 @pytest.mark.parametrize("make", [another_item, foreign, altered], ids=lambda one: one.__name__)
@@ -376,7 +379,7 @@ def test_a_damaged_step_is_put_back_where_its_replacement_fails(killed, run, tmp
         copy(run[0], target)
     assert (target / "2").exists() != killed
     assert copy(run[0], target).copied == ("2",)
-    assert verify_root(target).intact and not (target / layout.COPYING).exists()
+    assert verify_root(target).intact and not (target / names.COPYING).exists()
 
 
 def rolled_back(root: Path, step: int, new: int) -> None:
@@ -435,9 +438,9 @@ def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
     spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
     copy(run[0], spec, steps=[0])
     marker = tmp_path / "kv" / "copied" / "0.msgpack"
-    found = integrity.digests_from(marker.read_bytes(), name="marker")
+    found = digests.digests_from(marker.read_bytes(), name="marker")
     found.files[name] = (1, 2, 3)
-    marker.write_bytes(integrity.digests_bytes(found))
+    marker.write_bytes(digests.digests_bytes(found))
     with pytest.raises(Damaged, match="paths of files below it"):
         copy(spec, tmp_path / "deep" / "target")
     assert not list(tmp_path.rglob("escaped"))
@@ -449,7 +452,7 @@ def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
 def test_a_parent_that_is_no_step_is_damage(name, expected, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    path = root / "2" / "embeddings" / layout.manifest_name(0)
+    path = root / "2" / "embeddings" / names.manifest_name(0)
     record = manifest.from_bytes(path.read_bytes(), name="m")
     assert record.parent is not None
     wrong = dataclasses.replace(record.parent, step_dir=name)
@@ -631,10 +634,10 @@ def test_memory_is_bounded_and_a_larger_file_goes_alone():
 
 def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
     copy(run[0], tmp_path / "target", steps=[1])
-    assert [save.name for save in stored.read_chain(tmp_path / "target" / "1")] == [
+    assert [save.name for save in saves.read_chain(tmp_path / "target" / "1")] == [
         "compacted/1/embeddings"
     ]
-    assert integrity.verify_step(tmp_path / "target" / "1") == []
+    assert digests.verify_step(tmp_path / "target" / "1") == []
 
 
 # The command.

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import deltackpt
 import deltackpt.inspect
-from deltackpt import audit, cli, compact, integrity, layout, manifest, stored
+from deltackpt import cli
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
@@ -24,6 +24,10 @@ from deltackpt.errors import (
     NoIntactStep,
     RestoreError,
 )
+from deltackpt.format import manifest, names
+from deltackpt.reading import saves
+from deltackpt.storage import digests
+from deltackpt.upkeep import compact, verify
 
 STEPS = 3
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -81,7 +85,7 @@ def damages(path: Path) -> Iterator[tuple[str, bytes | None]]:
 def test_damage_of_any_file_is_named_and_an_older_step_restores(written, tmp_path, monkeypatch):
     root, states = written
     # Nobody removes steps meanwhile, which a restore would otherwise wait for at each damage.
-    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for path in files_of(copy):
@@ -94,7 +98,7 @@ def test_damage_of_any_file_is_named_and_an_older_step_restores(written, tmp_pat
                 path.write_bytes(contents)
             case = f"{path.relative_to(copy)} {how}"
             step, messages = newest_intact(copy, states)
-            found = integrity.verify_step(copy / str(damaged_step))
+            found = digests.verify_step(copy / str(damaged_step))
             assert found, f"{case}: verify found nothing"
             assert any(path.name in problem.object_name for problem in found), (case, found)
             if step == STEPS:
@@ -153,7 +157,7 @@ def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
     victim = sorted((copy / "1").glob("embeddings/part.0/*/values/c/0/0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
-    assert integrity.verify_step(copy / "1")
+    assert digests.verify_step(copy / "1")
     step, messages = newest_intact(copy, states)
     assert step is None
     assert "values/c/0/0" in messages[0]
@@ -164,10 +168,10 @@ def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_rest
 ):
     """Its version stands before the body: one bit of it, and it asks for a newer deltackpt."""
     root, states = written
-    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
-    for name in (f"embeddings/{layout.manifest_name(0)}", layout.STEP_DIGESTS):
+    for name in (f"embeddings/{names.manifest_name(0)}", names.STEP_DIGESTS):
         path = copy / str(STEPS) / name
         data = path.read_bytes()
         for position in range(data.index(b"body")):
@@ -186,8 +190,8 @@ def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_rest
 
 
 def check_record(path: Path) -> None:
-    if path.name == layout.STEP_DIGESTS:
-        integrity.read_digests(path)
+    if path.name == names.STEP_DIGESTS:
+        digests.read_digests(path)
     else:
         manifest.from_bytes(path.read_bytes(), name=path.name)
 
@@ -197,7 +201,7 @@ def check_record(path: Path) -> None:
 @pytest.mark.parametrize("inner", [1, 2])
 def test_the_version_that_the_checksum_covers_decides(written, inner, outer, repeated):
     root, _ = written
-    path = root / "1" / "embeddings" / layout.manifest_name(0)
+    path = root / "1" / "embeddings" / names.manifest_name(0)
     head = msgpack.unpackb(path.read_bytes())
     body = msgpack.unpackb(head["body"])
     assert body.pop("format_version") == head["version"] == 1
@@ -239,7 +243,7 @@ def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restore
             assert manager.restore(STEPS, tables={"tables/tiny": None}).step == STEPS
         step, messages = newest_intact(copy, states)
         assert step == STEPS - 1 and "compacted base" in messages[0]
-        report = audit.verify_root(copy)
+        report = verify.verify_root(copy)
         assert [one.step for one in report.steps if not one.restorable] == [STEPS]
         assert any("3/dense" in str(problem) for problem in report.problems)
         found = deltackpt.inspect.open(copy).at(STEPS)

@@ -26,8 +26,10 @@ from machine import required
 from test_bad_input import tmpfs
 
 import deltackpt
-from deltackpt import cli, doctor, layout
-from deltackpt.doctor import DiskTimes, Finding, Mount
+from deltackpt import cli
+from deltackpt.format import names as layout
+from deltackpt.upkeep import doctor
+from deltackpt.upkeep.doctor import DiskTimes, Finding, Mount
 
 MIB = 1 << 20
 

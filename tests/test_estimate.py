@@ -15,10 +15,11 @@ from test_compact import fold, manager, write_chain
 from test_verify import chunk, flip
 
 import deltackpt
-from deltackpt import estimate, reader, stored
 from deltackpt.errors import Damaged, StepNotFound
-from deltackpt.estimate import restore_plan
+from deltackpt.reading import reader, saves
 from deltackpt.storage import files
+from deltackpt.upkeep import estimate
+from deltackpt.upkeep.estimate import restore_plan
 
 GOLDEN = Path(make_golden.__file__).parent
 
@@ -57,7 +58,7 @@ def test_the_plan_counts_what_lies_on_disk(name):
 
 def test_memory_is_what_a_restore_fills(written):
     plan = restore_plan(written)
-    found = reader.restore_tables(stored.read_chain(written / "3"))
+    found = reader.restore_tables(saves.read_chain(written / "3"))
     filled = {
         name: sum(array.nbytes for array in fields.values())
         for name, fields in found.fields.items()

@@ -22,8 +22,8 @@ import model
 import pytest
 
 import deltackpt
-from deltackpt import exits, pipeline
 from deltackpt.errors import FencedError, SaveFailed
+from deltackpt.save import exits, pipeline
 
 #: How a program ends, and the exit code of that.
 ENDINGS = {"end": 0, "raise": 1, "exit": 3}

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 
 import deltackpt
-from deltackpt import blocks, codecs, extract
-from deltackpt.staging import Staging
+from deltackpt import codecs
+from deltackpt.format import blocks
+from deltackpt.resources.staging import Staging
+from deltackpt.save import extract
 
 P = jax.sharding.PartitionSpec
 

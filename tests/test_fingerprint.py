@@ -18,17 +18,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import deltackpt
-from deltackpt import blocks, touched
+from deltackpt import touched
 from deltackpt.errors import OptionError, SaveFailed, TrackingError
-from deltackpt.fingerprint import (
+from deltackpt.format import blocks
+from deltackpt.state.tables import Tables, split
+from deltackpt.storage import arrays
+from deltackpt.tracking.fingerprints import (
     RowTracker,
     changed_rows,
     fingerprint,
     fingerprints,
     verify_tracking,
 )
-from deltackpt.storage import arrays
-from deltackpt.tables import Tables, split
 
 DTYPES = [
     "float32",

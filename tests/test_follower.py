@@ -25,7 +25,6 @@ import test_meshes
 from hypothesis import HealthCheck, Phase, example, given, settings
 
 import deltackpt
-from deltackpt import reader, stored, tables
 from deltackpt.errors import (
     RestoreError,
     SaveFailed,
@@ -33,15 +32,17 @@ from deltackpt.errors import (
     StorageError,
     TooLittleMemory,
 )
-from deltackpt.manifest import Layout, SaveId
-from deltackpt.service import follower as follower_module
-from deltackpt.service import gate, memory, shards
-from deltackpt.service.follower import Follower
-from deltackpt.service.gate import Gate
-from deltackpt.service.memory import MemoryReader, SharedMemory
-from deltackpt.service.shards import Region
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.reading import reader, saves
+from deltackpt.reading.saves import StoredPart
+from deltackpt.standby import follower as follower_module
+from deltackpt.standby import gate, memory, shards
+from deltackpt.standby.follower import Follower
+from deltackpt.standby.gate import Gate
+from deltackpt.standby.memory import MemoryReader, SharedMemory
+from deltackpt.standby.shards import Region
+from deltackpt.state import tables
 from deltackpt.storage import arrays
-from deltackpt.stored import StoredPart
 
 P = jax.sharding.PartitionSpec
 #: Guards against hangs only.
@@ -56,7 +57,7 @@ Tables = dict[str, dict[str, np.ndarray]]
 @pytest.fixture(autouse=True)
 def nobody_removes_steps(monkeypatch) -> None:
     """Where they do not, there is no need to look at damage for a moment."""
-    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
 
 
 def opened(root: Path, shard: int = 0, count: int = 1, **options) -> Follower:
@@ -71,7 +72,7 @@ def advanced(one: Follower) -> bool:
 
 def in_storage(root: Path, step: int) -> Tables:
     """What a restore from storage gives: the other tests compare it with the model."""
-    return reader.restore_tables(stored.read_chain(root / str(step))).fields
+    return reader.restore_tables(saves.read_chain(root / str(step))).fields
 
 
 def in_state(state: dict) -> Tables:
@@ -387,7 +388,7 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
         assert seen == [2]
         assert_holds(one, 5, in_state(trainer.state))
         assert [save.save_id.step for save in one.holding.chain] == [
-            save.info.save_id.step for save in stored.read_chain(tmp_path / "5")
+            save.info.save_id.step for save in saves.read_chain(tmp_path / "5")
         ]
 
 
@@ -527,7 +528,7 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         else:
             refused += 1
             # It is not read over and over again.
-            with mock.patch.object(stored, "read_chain", side_effect=AssertionError):
+            with mock.patch.object(saves, "read_chain", side_effect=AssertionError):
                 assert not one.advance()
             assert one.health.startswith("follows; ") and path.name in one.health, one.health
             assert one.place == place and one.holding is holding
@@ -741,7 +742,7 @@ def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(t
     """What was pinned can be copied to the end, and a write that was cut is seen."""
     code = (
         "import sys, time, numpy as np\n"
-        "from deltackpt.service.memory import SharedMemory\n"
+        "from deltackpt.standby.memory import SharedMemory\n"
         "one = SharedMemory(4096)\n"
         "one.begin_write(); one.array(0, (4096,), np.dtype('u1'))[:] = 7; one.end_write()\n"
         "print(one.place.machine, one.place.pid, one.place.descriptor, one.place.token,"

@@ -21,8 +21,8 @@ from orbax.checkpoint import v1
 import deltackpt
 from deltackpt.errors import StorageError, TemplateMismatch
 from deltackpt.handlers import commit, orbax_private, retention, steps
-from deltackpt.reader import RestoredTables
-from deltackpt.restore import AbstractEmbeddings
+from deltackpt.reading.reader import RestoredTables
+from deltackpt.restore.placing import AbstractEmbeddings
 from deltackpt.storage import arrays, files
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
@@ -34,7 +34,7 @@ def state() -> dict:
 
 
 @pytest.fixture(scope="module")
-def parts(state) -> deltackpt.tables.Split:
+def parts(state) -> deltackpt.state.tables.Split:
     return deltackpt.split(state, TABLES)
 
 

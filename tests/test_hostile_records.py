@@ -27,8 +27,14 @@ from hypothesis import HealthCheck, given, settings
 from test_compact import contents, fold, write_chain
 
 import deltackpt.inspect
-from deltackpt import audit, copies, integrity, layout, manifest, reader, root, stored
 from deltackpt.errors import Damaged, DeltackptError
+from deltackpt.format import manifest
+from deltackpt.format import names as layout
+from deltackpt.ledger import directory
+from deltackpt.reading import reader, saves
+from deltackpt.storage import digests
+from deltackpt.tiers import copy
+from deltackpt.upkeep import verify
 
 GOLDEN = Path(make_golden.__file__).parent
 STEPS = (0, 1, 2)
@@ -61,8 +67,8 @@ def written(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch):
     """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
-    monkeypatch.setattr(audit, "_CHECKS", 1)
+    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(verify, "_CHECKS", 1)
 
 
 def body_of(path: Path) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def cover(step_dir: Path, path: Path) -> None:
     above = step_dir / layout.STEP_DIGESTS
     if path != above and above.exists():
         body = body_of(above)
-        body["files"][path.relative_to(step_dir).as_posix()] = integrity.digest_file(path)[:3]
+        body["files"][path.relative_to(step_dir).as_posix()] = digests.digest_file(path)[:3]
         write_body(above, body)
 
 
@@ -114,14 +120,14 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
 
 def every_reader(root_dir: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     """Everything that reads a directory, without jax."""
-    yield "verify", lambda: audit.verify_root(root_dir)
-    opened = root.Root.open(root_dir, read_only=True)
+    yield "verify", lambda: verify.verify_root(root_dir)
+    opened = directory.Root.open(root_dir, read_only=True)
     for step in sorted(opened.steps()):
         path = root_dir / str(step)
-        yield "restore", lambda path=path: reader.restore_tables(stored.read_chain(path))
+        yield "restore", lambda path=path: reader.restore_tables(saves.read_chain(path))
         yield "check", lambda path=path: opened.check_step_files(path)
         yield "look", lambda step=step: looked_at(root_dir, step)
-    yield "copy", lambda: copies.copy(root_dir, root_dir.parent / "copied", all_steps=True)
+    yield "copy", lambda: copy.copy(root_dir, root_dir.parent / "copied", all_steps=True)
     yield "list", lambda: [save.rows for save in deltackpt.inspect.open(root_dir).saves]
 
 
@@ -224,7 +230,7 @@ def test_a_hand_made_record_is_damage_to_every_reader(case, written, tmp_path):
         assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
     finally:
         tracemalloc.stop()
-    assert not audit.verify_root(root_dir).intact
+    assert not verify.verify_root(root_dir).intact
     # What only the whole state, or only the dense leaves, are read by.
     assert errors or name == layout.STEP_DIGESTS or case == "long list"
     if step == 1:

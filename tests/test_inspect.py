@@ -25,7 +25,11 @@ from test_meshes import Job, Run, Topology, initial, topologies, trained
 
 import deltackpt
 import deltackpt.inspect
-from deltackpt import compact, errors, lineage, stored, tables
+from deltackpt import errors
+from deltackpt.reading import saves as stored
+from deltackpt.save import lineage
+from deltackpt.state import tables
+from deltackpt.upkeep import compact
 
 TABLE = "tables/users"
 

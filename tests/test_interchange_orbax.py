@@ -488,7 +488,7 @@ def test_deltas_codecs_and_parts_are_exported_as_they_restore(tmp_path, name):
 
 
 def test_a_compacted_step_is_exported(tmp_path):
-    from deltackpt.compact import compact
+    from deltackpt.upkeep.compact import compact
 
     shutil.copytree(GOLDEN / "v1", tmp_path / "run")
     interchange.export_orbax(tmp_path / "run", 30, tmp_path / "before")

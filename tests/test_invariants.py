@@ -26,10 +26,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import deltackpt
-from deltackpt import compact, touched
+from deltackpt import touched
 from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
 from deltackpt.storage import arrays
 from deltackpt.touched import TouchState, TrackState
+from deltackpt.upkeep import compact
 
 POLICIES = (
     deltackpt.Consecutive(max_chain=4),

@@ -18,9 +18,10 @@ import pytest
 from etils import epath
 
 import deltackpt
-from deltackpt import restore, tables
 from deltackpt.errors import TableSelectionError, TemplateMismatch, UnsupportedLeaf
 from deltackpt.handlers import dense, v0
+from deltackpt.restore import placing
+from deltackpt.state import tables
 
 TABLES = deltackpt.Tables(select="table", slots={"table": {"sum": "sum"}})
 
@@ -294,7 +295,7 @@ def test_64_bits_come_back_as_numpy_arrays(wide):
 
 def test_the_handlers_refuse_to_cut_64_bits_too(wide):
     item = wide._root.step_dir(1) / "embeddings"
-    asked = restore.abstract_of(deltackpt.stored.read_save(item.parent))
+    asked = placing.abstract_of(deltackpt.reading.saves.read_save(item.parent))
     with pytest.raises(TemplateMismatch, match="table table, .*jax_enable_x64"):
         v0.DeltaHandler().restore(epath.Path(item), args=v0.DeltaRestore(asked))
 

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import deltackpt
-from deltackpt import events, pipeline
+from deltackpt import events
 from deltackpt.errors import (
     ClosedError,
     OptionError,
@@ -27,6 +27,7 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.options import Timeouts
+from deltackpt.save import pipeline
 from deltackpt.storage import arrays
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)

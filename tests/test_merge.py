@@ -7,10 +7,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltackpt import merge
-from deltackpt.blocks import VALUES, EncodedBlock, RowBlock
-from deltackpt.manifest import FieldSpec
-from deltackpt.merge import Target
+from deltackpt.format.blocks import VALUES, EncodedBlock, RowBlock
+from deltackpt.format.manifest import FieldSpec
+from deltackpt.reading import merge
+from deltackpt.reading.merge import Target
 
 ROWS, WIDTH = 40, 6
 rows_of_a_block = st.one_of(

@@ -22,10 +22,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import deltackpt
-from deltackpt import lineage, ownership, pipeline, processes, reader, restore, stored, tables
+from deltackpt import processes
 from deltackpt.errors import Disagreement, PeerFailed, PeerMissing, TrackingError
-from deltackpt.pipeline import Embeddings, PipelineOptions
-from deltackpt.staging import Staging
+from deltackpt.reading import reader
+from deltackpt.reading import saves as stored
+from deltackpt.resources.staging import Staging
+from deltackpt.restore import placing
+from deltackpt.save import lineage, pipeline
+from deltackpt.save.pipeline import Embeddings, PipelineOptions
+from deltackpt.state import ownership, tables
 
 P = jax.sharding.PartitionSpec
 DEVICES = 8
@@ -211,7 +216,7 @@ def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: 
 
     def own(index: int):
         saves = stored.read_chain(root / str(step))
-        wanted = restore.wanted_of(tables.split(template, TABLES).fields)
+        wanted = placing.wanted_of(tables.split(template, TABLES).fields)
         for name, fields in reader.restore_tables(saves, wanted=wanted).buffers.items():
             for field, held in fields.items():
                 whole = expected[name][field]

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 import deltackpt
-from deltackpt import cli, globs, interchange, touched
+from deltackpt import cli, interchange, touched
 from deltackpt.errors import OptionError, TemplateMismatch, TrackingError
 from deltackpt.inspect import plots
+from deltackpt.state import globs
 
 USERS, ITEMS = "params/tables/users", "params/tables/items"
 OTHERS = "other/tables/items"

@@ -14,7 +14,7 @@ from made_up import MadeUp as MadeUpSaves
 from matplotlib.figure import Figure
 from test_compact import write_chain
 
-from deltackpt import inspect, terminal
+from deltackpt import inspect, units
 from deltackpt.errors import MissingExtra, OptionError
 from deltackpt.inspect import plots
 
@@ -119,9 +119,9 @@ def test_timeline_marks_compacted_bases_and_steps_that_cannot_be_restored():
     saved = sum(save.disk_bytes for save in ck.saves)
     assert said(figure) == (
         "9 saves: 1 base, 7 deltas, 1 unreadable; 1 broken chain; 1 compacted base; "
-        f"{terminal.size(saved + 70_000)} on disk"
+        f"{units.size(saved + 70_000)} on disk"
     )
-    assert said(plots.timeline(ck.saves)).endswith(f"; {terminal.size(saved)} on disk")
+    assert said(plots.timeline(ck.saves)).endswith(f"; {units.size(saved)} on disk")
     assert said(plots.timeline(ck.saves, compacted=ck.compacted)) == said(figure)
     assert drawn(figure, "with a compacted base")[0].tolist() == [ck.steps[5]]
     assert drawn(figure, "cannot be restored")[0].tolist() == ck.steps[7:]

@@ -25,8 +25,8 @@ from many import Answer, Job, Server
 from many_worker import Model
 
 import deltackpt
-from deltackpt import compact
 from deltackpt.storage import arrays
+from deltackpt.upkeep import compact
 
 #: Limit of a save that misses a process: longer than processes on a busy machine are apart.
 PEERS_SECS = 2.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from many import Answer, Job, Server
 
-from deltackpt import exits
+from deltackpt.save import exits
 
 PLACE = {"mesh": [2, 2]}
 #: Nothing here ends by this limit: a test that comes near it would hang without it.

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import deltackpt
-from deltackpt import codecs, encode, extract, manifest, stored
+from deltackpt import codecs
 from deltackpt.errors import (
     ErrorBudgetExceeded,
     FormatTooNew,
@@ -28,6 +28,9 @@ from deltackpt.errors import (
     TableSelectionError,
 )
 from deltackpt.events import PrometheusSink
+from deltackpt.format import manifest
+from deltackpt.reading import saves
+from deltackpt.save import encode, extract
 
 ROWS, WIDTH = 3000, 16
 LOSSY = ["bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric4", "greedy2", "adaptive3"]
@@ -92,7 +95,7 @@ def restored(root, template=None, step=1, handlers=None, **arguments):
 
 
 def encodings(root, step: int) -> dict[tuple[str, str], manifest.Encoding]:
-    (record,) = stored.read_save(Path(root) / str(step)).manifests
+    (record,) = saves.read_save(Path(root) / str(step)).manifests
     return {
         (segment.group, encoding.field): encoding
         for segment in record.segments
@@ -212,7 +215,7 @@ def test_a_table_whose_rows_no_codec_holds_is_stored_raw_with_the_reason(tmp_pat
 def test_raw_steps_ask_no_feature_of_their_reader(tmp_path):
     saved(tmp_path, "raw")
     for step in ("0", "1"):
-        assert stored.read_save(tmp_path / step).manifests[0].features == ()
+        assert saves.read_save(tmp_path / step).manifests[0].features == ()
 
 
 def test_many_rows_beyond_a_codec_are_not_collected_in_memory(tmp_path):
@@ -284,7 +287,7 @@ def test_a_budget_of_nothing_ends_in_raw(tmp_path):
     choice = deltackpt.CodecChoice(delta="int8", base="bf16", max_error=0)
     base, state, report = saved(tmp_path, choice)
     # A reader that does not know encodings would decode by the planned codec.
-    assert stored.read_save(tmp_path / "1").manifests[0].features == (manifest.ENCODINGS,)
+    assert saves.read_save(tmp_path / "1").manifests[0].features == (manifest.ENCODINGS,)
     model.assert_same(restored(tmp_path, state), state)
     model.assert_same(restored(tmp_path, base, 0), base)
     assert {figures.codec for figures in report.tables} == {"raw"}
@@ -350,7 +353,7 @@ def test_bits_grow_with_the_restores_that_are_counted(tmp_path):
                 manager.save(step, base, touched=touched)
                 touched = deltackpt.touched.mark(touched, {"a": jnp.arange(0, 99, 2)})
             manager.wait()
-        (record,) = stored.read_save(tmp_path / str(2 * run + 1)).manifests
+        (record,) = saves.read_save(tmp_path / str(2 * run + 1)).manifests
         values = encodings(tmp_path, 2 * run + 1)["g0", "values"]
         found.append((record.restores, values.codec, values.reason))
     assert [restores for restores, _, _ in found] == [0, 1, 2, 3, 4]
@@ -368,7 +371,7 @@ def test_reading_only_is_no_restore(tmp_path):
         manager.restore(1, tables={"tables/a": None})
         manager.save(2, state, force_base=True)
         manager.wait()
-    assert stored.read_save(tmp_path / "2").manifests[0].restores == 0
+    assert saves.read_save(tmp_path / "2").manifests[0].restores == 0
 
 
 def test_metrics_and_events_tell_bytes_and_errors_of_each_table(tmp_path):

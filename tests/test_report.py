@@ -17,10 +17,11 @@ from test_cli import run
 from test_compact import fold, write_chain
 from test_plots import MadeUp
 
-from deltackpt import inspect, layout
+from deltackpt import inspect
 from deltackpt.errors import StorageError
+from deltackpt.format import names
 from deltackpt.inspect import report
-from deltackpt.terminal import size
+from deltackpt.units import size
 
 
 class Page(html.parser.HTMLParser):
@@ -100,7 +101,7 @@ def test_counts_agree_between_card_picture_and_table(tmp_path):
 
 def test_page_begins_with_the_step_that_cannot_be_restored(tmp_path):
     write_chain(tmp_path / "run")
-    (tmp_path / "run" / "4" / "embeddings" / layout.manifest_name(0)).unlink()
+    (tmp_path / "run" / "4" / "embeddings" / names.manifest_name(0)).unlink()
     written = report.write(inspect.open(tmp_path / "run"), tmp_path / "report.html")
     assert (written.newest, written.restorable) == (4, 3)
     assert written.warnings[0] == "Step 4 cannot be restored; the newest that can is 3."

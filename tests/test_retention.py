@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import deltackpt
-from deltackpt import layout, reader, stored
-from deltackpt.root import Root
+from deltackpt.format import names
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import reader, saves
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: What changes names, or removes them.
@@ -58,7 +59,7 @@ def check_listed_steps_restore(root: Path, expected: dict[int, bytes]) -> list[i
     """Every step that is listed restores what was saved."""
     steps = sorted(Root.open(root, read_only=True).steps())
     for step in steps:
-        found = reader.restore_tables(stored.read_chain(root / str(step)))
+        found = reader.restore_tables(saves.read_chain(root / str(step)))
         assert np.asarray(found.fields["tables/users"]["values"]).tobytes() == expected[step], step
     return steps
 
@@ -72,7 +73,7 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
 
     def check(event: str, args: tuple[object, ...]) -> None:
         # A kill just before this call would leave what stands now.
-        if any(str(tmp_path / layout.TRASH) in str(arg) for arg in args):
+        if any(str(tmp_path / names.TRASH) in str(arg) for arg in args):
             try:
                 listed.append(check_listed_steps_restore(tmp_path, expected))
             except BaseException as error:
@@ -163,4 +164,4 @@ def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
             older.wait()
         older.close()
     assert taken and sorted(taken[0].steps()) == list(range(6))
-    assert not list((tmp_path / layout.TRASH).glob("*/*"))
+    assert not list((tmp_path / names.TRASH).glob("*/*"))

@@ -19,7 +19,6 @@ import pytest
 from machine import required
 
 import deltackpt
-from deltackpt import layout, root
 from deltackpt.errors import (
     DeltackptError,
     FencedError,
@@ -30,7 +29,9 @@ from deltackpt.errors import (
     StorageError,
     UnsupportedRoot,
 )
-from deltackpt.root import Root
+from deltackpt.format import names
+from deltackpt.ledger import directory as root
+from deltackpt.ledger.directory import Root
 from deltackpt.storage import files
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -182,7 +183,7 @@ def test_a_restart_after_close_or_kill_takes_over_at_once(tmp_path):
     last = Root.open(tmp_path)
     last.check_lease()
     leases = [name for name in os.listdir(tmp_path) if name.startswith("lease.")]
-    assert leases == [layout.lease_name(4)]
+    assert leases == [names.lease_name(4)]
 
 
 def test_of_trainers_that_start_at_once_exactly_one_holds_the_lease(tmp_path):
@@ -231,7 +232,7 @@ def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
 @pytest.mark.parametrize("contents", [b"", b"half"])
 def test_a_claim_cut_before_it_was_signed_still_counts(contents, tmp_path):
     older = Root.open(tmp_path)
-    (tmp_path / layout.lease_name(2)).write_bytes(contents)
+    (tmp_path / names.lease_name(2)).write_bytes(contents)
     with pytest.raises(FencedError, match="epoch 2 held by a trainer that is starting"):
         older.check_lease()
     newer = Root.open(tmp_path)
@@ -242,7 +243,7 @@ def test_a_removed_lease_fences_its_holder(tmp_path):
     """Somebody cleaned up by hand: the next starter begins at epoch 1 again."""
     for _ in range(3):
         holder = Root.open(tmp_path)
-    (tmp_path / layout.lease_name(3)).unlink()
+    (tmp_path / names.lease_name(3)).unlink()
     with pytest.raises(FencedError, match="its file removed"):
         holder.check_lease()
     Root.open(tmp_path)
@@ -283,14 +284,14 @@ def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(
     state = model.initial()
     touched = model.new_touched(state)
     with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
-        real = deltackpt.integrity.digest_tree
+        real = deltackpt.storage.digests.digest_tree
 
         def switch(*args, **kwargs):
             link.unlink()
             link.symlink_to("two")
             return real(*args, **kwargs)
 
-        with mock.patch.object(deltackpt.integrity, "digest_tree", switch):
+        with mock.patch.object(deltackpt.storage.digests, "digest_tree", switch):
             manager.save(1, state, touched=touched)
             with pytest.raises(SaveFailed, match="leads elsewhere now"):
                 manager.wait()
@@ -350,14 +351,14 @@ def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, i
         manager.wait()
         state, touched = model.train(state, touched, 1)
         if in_flight:
-            real = deltackpt.integrity.digest_tree
+            real = deltackpt.storage.digests.digest_tree
 
             def move(*args, **kwargs):
                 if run.exists():
                     run.rename(moved)
                 return real(*args, **kwargs)
 
-            with mock.patch.object(deltackpt.integrity, "digest_tree", move):
+            with mock.patch.object(deltackpt.storage.digests, "digest_tree", move):
                 manager.save(2, state, touched=touched)
                 with pytest.raises(SaveFailed, match="step 2 failed"):
                     manager.wait()
@@ -399,7 +400,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     older.save(1, state, touched=touched)
     older.wait()
-    real = deltackpt.integrity.digest_tree
+    real = deltackpt.storage.digests.digest_tree
     first = threading.Semaphore()
 
     def start_another(*args, **kwargs):
@@ -407,7 +408,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
             Root.open(tmp_path)  # Another process.
         return real(*args, **kwargs)
 
-    with mock.patch.object(deltackpt.integrity, "digest_tree", start_another):
+    with mock.patch.object(deltackpt.storage.digests, "digest_tree", start_another):
         older.save(2, state, touched=touched)
         with pytest.raises(DeltackptError) as caught:
             older.wait()
@@ -464,7 +465,7 @@ def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path):
     opened = Root.open(tmp_path)
     (tmp_path / "10").mkdir()
     assert opened.roll_back(10, "run") == []
-    assert not (tmp_path / layout.ROLLED_BACK).exists()
+    assert not (tmp_path / names.ROLLED_BACK).exists()
 
 
 def test_a_step_number_saved_again_after_a_rollback_is_read_anew(tmp_path):
@@ -496,7 +497,7 @@ def test_leftovers_of_cut_saves_and_deletions_are_removed_at_open(tmp_path):
     opened = Root.open(tmp_path)
     assert opened.steps() == [4]
     assert not (tmp_path / "5.orbax-checkpoint-tmp").exists()
-    assert list((tmp_path / layout.TRASH).iterdir()) == []
+    assert list((tmp_path / names.TRASH).iterdir()) == []
     opened.close()
 
 
@@ -530,7 +531,7 @@ def test_removals_are_on_disk_as_renames_before_anything_goes(tmp_path):
         opened.empty_trash()
     assert order == [
         f"sync {removed.parent.name}",
-        f"sync {layout.TRASH}",
+        f"sync {names.TRASH}",
         f"sync {tmp_path.name}",
         "remove 8",
     ]
@@ -542,7 +543,7 @@ def test_what_a_damaged_step_is_stays_unknown(tmp_path):
         for step in (1, 2):
             manager.save(step, state)
         manager.wait()
-        (tmp_path / "2" / "embeddings" / layout.manifest_name(0)).write_bytes(b"damaged")
+        (tmp_path / "2" / "embeddings" / names.manifest_name(0)).write_bytes(b"damaged")
     saves = Root.open(tmp_path, read_only=True).saves()
     assert saves[2] is None
     assert saves[1] is not None and saves[1].step_dir == "1"
@@ -558,9 +559,9 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:
         for step in range(1, 13):
             manager.save(step, state, touched=touched)
-            most = max(most, len(list((tmp_path / layout.TRASH).glob("*/*"))))
+            most = max(most, len(list((tmp_path / names.TRASH).glob("*/*"))))
     assert most <= 6
-    assert list((tmp_path / layout.TRASH).glob("*/*")) == []
+    assert list((tmp_path / names.TRASH).glob("*/*")) == []
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])

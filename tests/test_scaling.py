@@ -12,9 +12,12 @@ import pytest
 from test_meshes import STAGING, Job, P
 
 import deltackpt
-from deltackpt import lineage, pipeline, reader, restore, stored, tables
-from deltackpt.pipeline import Embeddings, PipelineOptions
-from deltackpt.reader import Targets
+from deltackpt.reading import reader, saves
+from deltackpt.reading.reader import Targets
+from deltackpt.restore import placing
+from deltackpt.save import lineage, pipeline
+from deltackpt.save.pipeline import Embeddings, PipelineOptions
+from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
 FEW, MANY = 6, 60
@@ -127,7 +130,7 @@ def test_payload_is_divided_by_the_processes(saved, step):
             for process in range(processes):
                 held = sum(
                     entry.nbytes
-                    for segment in stored.read_save(item.parent).parts()[process].record.segments
+                    for segment in saves.read_save(item.parent).parts()[process].record.segments
                     for entry in segment.arrays
                     if entry.name != "rows.gaps"
                 )
@@ -166,13 +169,13 @@ def test_the_index_grows_with_processes_and_tables_but_not_with_both(saved, step
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
     job = Job(4)
-    save_ = stored.read_save(saved[step, 4, count].parent)
+    save_ = saves.read_save(saved[step, 4, count].parent)
     with job.running():
         state, _ = sharded(count, np.arange(0))
         fields = tables.split(state, TABLES).fields
 
         def parts(index: int) -> list[int]:
-            _, targets = reader.empty_buffers(save_.layout, restore.wanted_of(fields))
+            _, targets = reader.empty_buffers(save_.layout, placing.wanted_of(fields))
             assert isinstance(targets, Targets)
             return [part.record.process for part in save_.parts(targets.touch)]
 

@@ -42,15 +42,18 @@ from ray_nodes import (
 )
 
 import deltackpt
-from deltackpt import restore, service, stored
-from deltackpt.blocks import Box
+from deltackpt import service
 from deltackpt.errors import (
     OptionError,
     ServiceMismatch,
     ServiceUnavailable,
     TooLittleMemory,
 )
-from deltackpt.service import RestoreService, ServiceOptions, memory, names, protocol, reading
+from deltackpt.format.blocks import Box
+from deltackpt.reading import saves
+from deltackpt.restore import placing
+from deltackpt.service import RestoreService, ServiceOptions, names, protocol, reading
+from deltackpt.standby import memory
 
 pytestmark = ray_nodes.IGNORED
 
@@ -199,7 +202,7 @@ def test_devices_with_memory_of_their_own_are_filled_from_lent_memory(cluster, t
         started(trainer.root, shards=4)
         wanted = template(trainer.state, (8, 1), P("x"), P("x"))
         with (
-            mock.patch.object(restore, "may_borrow", return_value=True),
+            mock.patch.object(placing, "may_borrow", return_value=True),
             mock.patch.object(reading, "_put") as copied,
         ):
             borrowed = restored(trainer.root, wanted)
@@ -624,7 +627,7 @@ def test_a_state_that_goes_away_while_it_is_copied_is_taken_from_another_replica
         mock.patch.object(reading._Pin, "check", lose_first),
         mock.patch.object(reading, "MemoryReader", opened_once),
     ):
-        save = stored.read_save(trainer.root / "1")
+        save = saves.read_save(trainer.root / "1")
         with members.tables(save, timeout_secs=HANG_SECS, lend=lend) as found:
             for name in ROWS:
                 fields = found.fields[f"tables/{name}"]
@@ -639,7 +642,7 @@ def test_a_state_that_goes_away_while_it_is_copied_is_taken_from_another_replica
 
 def test_memory_is_lent_while_the_state_is_kept(standing):
     """What is lent is the member's memory itself; where it changed, leaving the context raises."""
-    save = stored.read_save(standing.root / "3")
+    save = saves.read_save(standing.root / "3")
     wanted = {"tables/d": {"values": [Box((0, ROWS["d"] // 3), (0, ray_nodes.WIDTH))]}}
     with standing.service.tables(save, wanted, timeout_secs=HANG_SECS, lend=True) as found:
         lent = found.fields["tables/d"]["values"]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import deltackpt
-from deltackpt import reader, stored
 from deltackpt.errors import ServiceUnavailable
+from deltackpt.reading import reader, saves
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
@@ -50,7 +50,7 @@ class Source:
         assert timeout_secs == deltackpt.Timeouts().service_secs and not lend
         if self.before is not None:
             self.before()
-        found = reader.restore_tables(stored.read_chain(save.step_dir, save.item), wanted=wanted)
+        found = reader.restore_tables(saves.read_chain(save.step_dir, save.item), wanted=wanted)
         if self.after is not None:
             self.after()
         yield found

@@ -25,9 +25,13 @@ import pytest
 import tensorstore as ts
 
 import deltackpt
-from deltackpt import audit, compact, copies, estimate, inspect, interchange, reader, stored
+from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged, StepGone, StepNotFound
-from deltackpt.service.follower import Follower
+from deltackpt.reading import reader, saves
+from deltackpt.standby.follower import Follower
+from deltackpt.tiers import copy
+from deltackpt.upkeep import compact, estimate
+from deltackpt.upkeep import verify as audit
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: A chain that goes while the other one stays, and the newest one.
@@ -137,7 +141,7 @@ def users(found: Any) -> bytes:
 
 
 def restored(root: Path) -> bytes | None:
-    found = reader.restore_tables(stored.read_chain(root / "2"))
+    found = reader.restore_tables(saves.read_chain(root / "2"))
     return users(found.fields["tables/users"]["values"])
 
 
@@ -185,7 +189,7 @@ def compacted(root: Path) -> None:
 def copied(root: Path) -> None:
     target = root.with_name(f"{root.name}-copy")
     try:
-        copies.copy(root, target, steps=[2])
+        copy.copy(root, target, steps=[2])
     finally:
         shutil.rmtree(target, ignore_errors=True)
 

@@ -14,10 +14,10 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deltackpt import integrity
 from deltackpt.errors import Damaged, OptionError, OutOfSpace
-from deltackpt.staging import Staging
-from deltackpt.storage import arrays, files, gaps
+from deltackpt.format import gaps
+from deltackpt.resources.staging import Staging
+from deltackpt.storage import arrays, digests, files
 
 
 def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> arrays.ArrayEntry:
@@ -30,7 +30,7 @@ def tails(directory: Path) -> dict[str, arrays.ChunkSums]:
     """What digests without blocks say of each chunk: the CRC32C that it ends in."""
     return {
         name: arrays.ChunkSums(digest.tail)
-        for name, digest in integrity.digest_tree(directory).items()
+        for name, digest in digests.digest_tree(directory).items()
         if name.startswith("c/")
     }
 
@@ -72,9 +72,9 @@ def test_digests_from_memory_are_those_of_the_files(tmp_path):
     with mock.patch.object(arrays, "CHUNK_BYTES", 5000):
         entry = arrays.array_entry("a", values.shape, values.dtype)
         checksums = arrays.write_array(tmp_path / "a", entry, [values], fsync=True)
-    computed = integrity.chunk_digests("a", entry, checksums)
+    computed = digests.chunk_digests("a", entry, checksums)
     computed = {name: digest._replace(blocks=b"") for name, digest in computed.items()}
-    read = integrity.digest_tree(tmp_path)
+    read = digests.digest_tree(tmp_path)
     assert len(computed) > 1
     assert computed.items() <= read.items()
     assert set(read) - set(computed) == {"a/zarr.json"}

@@ -28,8 +28,9 @@ from running.digest import digest
 from t5_jax import data, demo, main, model, trainer
 
 import deltackpt
-from deltackpt import blocks, fingerprint
+from deltackpt.format import blocks
 from deltackpt.options import Tracking
+from deltackpt.tracking import fingerprints
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "t5x"
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it " * 40
@@ -292,18 +293,18 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     [always] = [slot for slot in fields if slot != blocks.VALUES]
     assert (fields[always].shape[0], fields[always].ndim) == (rows, dimensions)
 
-    before = fingerprint.fingerprints(split.fields, split.layout)
+    before = fingerprints.fingerprints(split.fields, split.layout)
     statistics = np.array(fields[always])
     clock = int(split.touched.clock)
     for batch in others:
         state, _ = step(state, batch)
     split = deltackpt.split(state, tables)
-    fingerprint.verify_tracking(before, split.fields, split.touched, clock, split.layout)
+    fingerprints.verify_tracking(before, split.fields, split.touched, clock, split.layout)
     [stamps] = split.touched.stamps.values()
     marked = set(np.flatnonzero(np.asarray(stamps) > clock).tolist())
     assert marked == looked_up(others[0]) | looked_up(others[1])
-    after = fingerprint.fingerprints(split.fields, split.layout)
-    assert set(fingerprint.changed_rows(before[name], after[name]).tolist()) <= marked
+    after = fingerprints.fingerprints(split.fields, split.layout)
+    assert set(fingerprints.changed_rows(before[name], after[name]).tolist()) <= marked
     # The statistics of a row that was looked up once move for ever: they are written whole.
     moved = np.asarray(split.fields[name][always]) != statistics
     assert {3, rows - 1} <= set(np.flatnonzero(moved.reshape(rows, -1).any(axis=1)).tolist())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deltackpt.errors import MissingExtra, OutOfSpace, StorageError
 from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
-from deltackpt.tables import split
+from deltackpt.state.tables import split
 
 TABLE = "target/token_embedder/embedding"
 KEPT = "state/param_states/token_embedder/embedding"

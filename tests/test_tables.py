@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltackpt import manifest, touched
+from deltackpt import touched
 from deltackpt.errors import (
     OptionError,
     TableSelectionError,
     TemplateMismatch,
     TrackingError,
 )
-from deltackpt.manifest import Layout
+from deltackpt.format import manifest
+from deltackpt.format.manifest import Layout
 from deltackpt.policy import CodecChoice
-from deltackpt.tables import Tables, join, match_touched, split
+from deltackpt.state.tables import Tables, join, match_touched, split
 
 
 def table(rows: int, width: int = 4, dtype: Any = jnp.float32, start: float = 0.0) -> jax.Array:

@@ -20,10 +20,11 @@ import optax
 import pytest
 
 import deltackpt
-from deltackpt import lineage, proof, touched
+from deltackpt import touched
 from deltackpt.errors import OptionError, TrackingError
-from deltackpt.staging import Staging
-from deltackpt.tables import split
+from deltackpt.resources.staging import Staging
+from deltackpt.save import lineage, proof
+from deltackpt.state.tables import split
 
 SELECT = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
 

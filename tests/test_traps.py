@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import deltackpt
-from deltackpt import layout, touched
+from deltackpt import touched
 from deltackpt.errors import Damaged, NoIntactStep, SaveFailed
+from deltackpt.format import names
 from deltackpt.storage import arrays
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -174,7 +175,7 @@ def test_steps_after_a_rollback_are_never_replayed(tmp_path):
     found = newest(tmp_path, state)
     assert found.chain == (1, 2, 3)
     model.assert_same(found.state, state)
-    assert {path.name for path in tmp_path.glob(f"{layout.ROLLED_BACK}/*/*")} == {"3", "4"}
+    assert {path.name for path in tmp_path.glob(f"{names.ROLLED_BACK}/*/*")} == {"3", "4"}
 
 
 @pytest.mark.parametrize("how", ["missing", "duplicated", "reordered"])

@@ -21,10 +21,13 @@ import pytest
 from golden import make_golden
 from test_compact import fold, manager, write_chain
 
-from deltackpt import audit, integrity, layout, manifest, reader, stored
-from deltackpt.audit import RootReport, verify_root
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
-from deltackpt.root import Root
+from deltackpt.format import manifest, names
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import reader, saves
+from deltackpt.storage import digests as integrity
+from deltackpt.upkeep import verify
+from deltackpt.upkeep.verify import RootReport, verify_root
 
 GOLDEN = Path(make_golden.__file__).parent
 
@@ -45,8 +48,8 @@ def written(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch):
     """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(stored, "_GONE_CHECKS", 1)
-    monkeypatch.setattr(audit, "_CHECKS", 1)
+    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(verify, "_CHECKS", 1)
 
 
 def saved_files(root: Path) -> list[Path]:
@@ -54,7 +57,7 @@ def saved_files(root: Path) -> list[Path]:
     return sorted(
         path
         for path in root.rglob("*")
-        if path.is_file() and path.parent != root and path.name != layout.COMPACTION_LOCK
+        if path.is_file() and path.parent != root and path.name != names.COMPACTION_LOCK
     )
 
 
@@ -64,7 +67,7 @@ def restores(root: Path, step: int) -> bool:
         warnings.simplefilter("ignore")
         try:
             Root.open(root, read_only=True).check_step_files(root / str(step))
-            reader.restore_tables(stored.read_chain(root / str(step)))
+            reader.restore_tables(saves.read_chain(root / str(step)))
         except RestoreError:
             return False
     return True
@@ -137,7 +140,7 @@ def one_of_each(found: list[Path], root: Path) -> list[Path]:
     """One file of each kind, in a step and in a compacted base."""
     return list(
         {
-            (path.relative_to(root).parts[0] == layout.COMPACTED, path.suffix, path.parts[-2]): path
+            (path.relative_to(root).parts[0] == names.COMPACTED, path.suffix, path.parts[-2]): path
             for path in found
         }.values()
     )
@@ -207,10 +210,10 @@ def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Ma
     record = manifest.from_bytes(path.read_bytes(), name=path.name)
     path.write_bytes(manifest.to_bytes(change(record)))
     step_dir = path.parent.parent
-    digests = integrity.read_digests(step_dir / layout.STEP_DIGESTS)
+    digests = integrity.read_digests(step_dir / names.STEP_DIGESTS)
     name = path.relative_to(step_dir).as_posix()
     digests.files[name] = integrity.digest_file(path)[:3]
-    integrity.write_digests(step_dir / layout.STEP_DIGESTS, digests, fsync=False)
+    integrity.write_digests(step_dir / names.STEP_DIGESTS, digests, fsync=False)
 
 
 def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]:
@@ -243,7 +246,7 @@ def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]
 def test_intact_records_that_cannot_be_right_are_damage(step, change, expected, written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
-    change_records(root / str(step) / "embeddings" / layout.manifest_name(0), change)
+    change_records(root / str(step) / "embeddings" / names.manifest_name(0), change)
     report = verify_root(root)
     assert any(expected in str(problem) for problem in report.problems), report.problems
     broken = [verdict.step for verdict in report.steps if not verdict.restorable]
@@ -345,9 +348,9 @@ def test_leftovers_are_notes_and_a_claim_that_was_not_signed_is_none(written, tm
     shutil.copytree(written["lossless"], root)
     (root / "9.orbax-checkpoint-tmp").mkdir()
     (root / "deleted" / "abc" / "1").mkdir(parents=True)
-    (root / "compacted" / layout.compaction_name("3")).mkdir()
+    (root / "compacted" / names.compaction_name("3")).mkdir()
     (root / "notes.txt").write_text("somebody's")
-    (root / layout.lease_name(99)).touch()
+    (root / names.lease_name(99)).touch()
     report = verify_root(root)
     assert report.intact
     text = "\n".join(report.notes)
@@ -374,7 +377,7 @@ def test_steps_that_are_removed_or_saved_meanwhile_are_no_damage(tmp_path, monke
 
     def checked(directory: Path, *args, **kwargs):
         if directory.name == "1" and next(gone, False):
-            trash = tmp_path / layout.TRASH / "x"
+            trash = tmp_path / names.TRASH / "x"
             trash.mkdir(parents=True)
             for step in ("2", "1", "0"):
                 os.rename(tmp_path / step, trash / step)
@@ -429,9 +432,9 @@ def test_a_base_that_retention_is_removing_is_no_damage(tmp_path, monkeypatch):
     real = integrity.inventory
 
     def inventory(folder: Path, item: str, **kwargs):
-        if folder.parent.name == layout.COMPACTED and (folder / item).exists():
-            (tmp_path / layout.TRASH / "x").mkdir(parents=True)
-            os.rename(folder / item, tmp_path / layout.TRASH / "x" / "1")
+        if folder.parent.name == names.COMPACTED and (folder / item).exists():
+            (tmp_path / names.TRASH / "x").mkdir(parents=True)
+            os.rename(folder / item, tmp_path / names.TRASH / "x" / "1")
         return real(folder, item, **kwargs)
 
     monkeypatch.setattr(integrity, "inventory", inventory)
@@ -457,7 +460,7 @@ def test_a_chosen_step_that_is_removed_meanwhile_is_gone_and_not_intact(tmp_path
 def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
-    path = root / "1" / "embeddings" / layout.manifest_name(0)
+    path = root / "1" / "embeddings" / names.manifest_name(0)
     path.unlink()
     path.symlink_to(path.name)
     report = verify_root(root, steps=steps)

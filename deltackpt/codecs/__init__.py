@@ -2,17 +2,10 @@
 """How rows are stored. numpy only: trainer, service, compaction and notebook share it.
 
 Decode arithmetic is normative: see ``docs/format.md``. Lossy codecs are encoded by
-``deltackpt.encode``.
+``deltackpt.save.encode``.
 """
 
 from deltackpt.codecs.codec import Codec, Lossless, StoredArray
-from deltackpt.codecs.dtypes import (
-    DTYPES,
-    can_store,
-    dtype_of,
-    stored_dtype,
-    without_elements,
-)
 from deltackpt.codecs.floats import ShorterFloat
 from deltackpt.codecs.registry import (
     BESIDE,
@@ -26,6 +19,13 @@ from deltackpt.codecs.registry import (
     wider,
 )
 from deltackpt.codecs.uniform import Uniform
+from deltackpt.format.dtypes import (
+    DTYPES,
+    can_store,
+    dtype_of,
+    stored_dtype,
+    without_elements,
+)
 
 __all__ = [
     "BESIDE",

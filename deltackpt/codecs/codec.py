@@ -2,7 +2,7 @@
 """What a codec is.
 
 A lossless codec only says how a field's bits lie in its stored array. A lossy one is encoded by
-``deltackpt.encode``, jitted, on the device or in the background, and decoded here, in numpy.
+``deltackpt.save.encode``, jitted, on the device or in the background, and decoded here, in numpy.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from deltackpt.codecs.codec import StoredArray
-from deltackpt.codecs.dtypes import dtype_of
 from deltackpt.errors import OptionError
+from deltackpt.format.dtypes import dtype_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from deltackpt.codecs.codec import StoredArray
-from deltackpt.codecs.dtypes import stored_dtype
 from deltackpt.errors import OptionError
+from deltackpt.format.dtypes import stored_dtype
 
 
 class Raw:

@@ -8,14 +8,14 @@ from typing import TypeGuard
 
 import numpy as np
 
-from deltackpt.blocks import EncodedBlock, RowBlock
 from deltackpt.codecs.codec import Codec, Lossless
-from deltackpt.codecs.dtypes import dtype_of
 from deltackpt.codecs.floats import BFLOAT16, FLOAT16
 from deltackpt.codecs.lossless import BytePlanes, Raw
 from deltackpt.codecs.uniform import UNIFORM
 from deltackpt.errors import OptionError
-from deltackpt.manifest import FieldSpec
+from deltackpt.format.blocks import EncodedBlock, RowBlock
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.format.manifest import FieldSpec
 
 _CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Raw(), BytePlanes(), BFLOAT16, FLOAT16, *UNIFORM)

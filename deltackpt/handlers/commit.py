@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deltackpt import integrity, layout, processes
+from deltackpt import processes
+from deltackpt.format import names as layout
 from deltackpt.handlers.orbax_private import (
     COMMIT_SUCCESS_FILE,
     TMP_DIR_SUFFIX,
     AtomicRenameTemporaryPath,
     step_metadata_file_path,
 )
-from deltackpt.integrity import Digest, Digests
+from deltackpt.storage import digests as integrity
 from deltackpt.storage import files
+from deltackpt.storage.digests import Digest, Digests
 
 #: Where Orbax's PyTree handler keeps a file of each process, in its item.
 _ARRAY_METADATA = "array_metadatas"

@@ -18,9 +18,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from deltackpt import codecs, paths
+from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
-from deltackpt.globs import listed
+from deltackpt.state import paths
+from deltackpt.state.globs import listed
 
 _EMPTY = "deltackpt:empty"
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)

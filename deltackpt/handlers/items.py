@@ -11,9 +11,9 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from deltackpt import layout
 from deltackpt.errors import OptionError
-from deltackpt.tables import Tables
+from deltackpt.format import names
+from deltackpt.state.tables import Tables
 
 _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 
@@ -38,7 +38,7 @@ def sorted_handlers(
             "handlers: expected a mapping of item names to what handles them, found "
             f"{_kind(handlers)}; give e.g. {_EXAMPLE}"
         )
-    given = dict(handlers or {layout.EMBEDDINGS_ITEM: Tables(select="**/embedding")})
+    given = dict(handlers or {names.EMBEDDINGS_ITEM: Tables(select="**/embedding")})
     ours = {name: choice for name, choice in given.items() if isinstance(choice, Tables)}
     if len(ours) != 1:
         raise OptionError(
@@ -46,10 +46,10 @@ def sorted_handlers(
             f"{sorted(map(str, ours)) or 'none'}; give e.g. {_EXAMPLE}"
         )
     for name in given:
-        if not layout.is_item_name(name):
+        if not names.is_item_name(name):
             raise OptionError(
                 f"handlers[{name!r}]: expected a name that one folder of a step can have, found "
-                f"one that is reserved ({layout.DENSE_ITEM!r} holds the leaves that are neither "
+                f"one that is reserved ({names.DENSE_ITEM!r} holds the leaves that are neither "
                 "tables nor slots) or no name of a folder; call the item something else"
             )
     [(item, chosen)] = ours.items()

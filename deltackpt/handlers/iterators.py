@@ -19,8 +19,9 @@ from typing import Any, Protocol, runtime_checkable
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import layout, processes
+from deltackpt import processes
 from deltackpt.errors import OptionError, TemplateMismatch
+from deltackpt.format import names
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
     CommitFutureAwaitingContractedSignals,
@@ -84,7 +85,7 @@ class IteratorHandler(AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: IteratorSave) -> list[Any]:
         """The future writes the position."""
-        path = Path(directory, layout.position_name(processes.index(), processes.count()))
+        path = Path(directory, names.position_name(processes.index(), processes.count()))
 
         async def write() -> None:
             with files.typed_errors(path, "write"):
@@ -104,7 +105,7 @@ class IteratorHandler(AsyncCheckpointHandler):
           TemplateMismatch: the step was saved by another number of processes.
         """
         folder, count = Path(directory), processes.count()
-        path = folder / layout.position_name(processes.index(), count)
+        path = folder / names.position_name(processes.index(), count)
         if not path.exists():
             found = sorted(file.name for file in folder.iterdir())
             raise TemplateMismatch(

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import orbax.checkpoint as ocp
 
-from deltackpt import chain, processes
-from deltackpt.chain import SaveInfo
-from deltackpt.manifest import SaveId
+from deltackpt import processes
+from deltackpt.format import chain
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
 
 _logger = logging.getLogger(__name__)
 

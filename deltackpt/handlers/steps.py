@@ -7,11 +7,12 @@ import dataclasses
 import re
 from pathlib import Path
 
-from deltackpt import layout, pipeline
+from deltackpt.format import names
+from deltackpt.handlers.agreement import Peers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
-from deltackpt.handlers.peers import Peers
-from deltackpt.lineage import Lineage, new_run
-from deltackpt.pipeline import Embeddings, PendingSave
+from deltackpt.save import pipeline
+from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.save.pipeline import Embeddings, PendingSave
 
 
 def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
@@ -52,4 +53,4 @@ def step_number(step_dir: Path) -> int:
       OptionError: it is above every step that a record can hold.
     """
     found = re.search(r"(\d+)$", step_dir.name)
-    return layout.as_step(int(found[1])) if found else 0
+    return names.as_step(int(found[1])) if found else 0

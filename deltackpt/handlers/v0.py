@@ -11,16 +11,17 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import restore, stored
 from deltackpt.handlers import steps
 from deltackpt.handlers.orbax_private import (
     AsyncCheckpointHandler,
     CommitFutureAwaitingContractedSignals,
 )
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-from deltackpt.pipeline import Embeddings, PendingSave, RefusedSave
-from deltackpt.reader import RestoredTables
-from deltackpt.restore import AbstractEmbeddings
+from deltackpt.reading import saves
+from deltackpt.reading.reader import RestoredTables
+from deltackpt.restore import placing
+from deltackpt.restore.placing import AbstractEmbeddings
+from deltackpt.save.pipeline import Embeddings, PendingSave, RefusedSave
 
 
 class DeltaHandler(AsyncCheckpointHandler):
@@ -54,12 +55,12 @@ class DeltaHandler(AsyncCheckpointHandler):
 
     def restore(self, directory: epath.Path, args: DeltaRestore | None = None) -> RestoredTables:
         """Reads the chain of a step and merges it."""
-        return restore.load_item(Path(directory), args.item if args is not None else None)
+        return placing.load_item(Path(directory), args.item if args is not None else None)
 
     def metadata(self, directory: epath.Path) -> AbstractEmbeddings:
         """Shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
-        return restore.abstract_of(stored.read_save(item_dir.parent, item_dir.name))
+        return placing.abstract_of(saves.read_save(item_dir.parent, item_dir.name))
 
     def finalize(self, directory: epath.Path) -> None:
         """Nothing is left to do: the part was complete when its future ended."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from deltackpt import restore, stored
 from deltackpt.handlers import steps
-from deltackpt.pipeline import Embeddings, PendingSave
-from deltackpt.reader import RestoredTables
-from deltackpt.restore import AbstractEmbeddings
+from deltackpt.reading import saves
+from deltackpt.reading.reader import RestoredTables
+from deltackpt.restore import placing
+from deltackpt.restore.placing import AbstractEmbeddings
+from deltackpt.save.pipeline import Embeddings, PendingSave
 
 
 class DeltaCheckpointableHandler:
@@ -51,13 +52,13 @@ class DeltaCheckpointableHandler:
 
         # A task, not a coroutine: Orbax drops it unawaited where another item fails.
         return asyncio.ensure_future(
-            asyncio.to_thread(restore.load_item, item_dir, abstract_checkpointable)
+            asyncio.to_thread(placing.load_item, item_dir, abstract_checkpointable)
         )
 
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:
         """Shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
-        return restore.abstract_of(stored.read_save(item_dir.parent, item_dir.name))
+        return placing.abstract_of(saves.read_save(item_dir.parent, item_dir.name))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is ``Embeddings``."""

@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt import blocks, codecs, globs, reader, stored
-from deltackpt.blocks import Rows, Span
+from deltackpt import codecs
 from deltackpt.errors import MissingExtra, RestoreError, StepGone, StepNotFound, TemplateMismatch
+from deltackpt.format import blocks
+from deltackpt.format.blocks import Rows, Span
+from deltackpt.format.manifest import FieldSpec, Layout, SaveId, TableEntry
 from deltackpt.inspect import html
 from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves, buffers_of
-from deltackpt.manifest import FieldSpec, Layout, SaveId, TableEntry
-from deltackpt.stored import StoredSave
+from deltackpt.reading import reader
+from deltackpt.reading import saves as stored
+from deltackpt.reading.saves import StoredSave
+from deltackpt.state import globs
 
 #: Quantiles that ``TableDiff.quantiles`` gives by default.
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from deltackpt import blocks, layout, stored
 from deltackpt.errors import (
     RestoreError,
     StepGone,
@@ -20,14 +19,17 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.events import TableFigures
+from deltackpt.format import blocks
+from deltackpt.format import names as layout
+from deltackpt.format.manifest import Kind, SaveId
 from deltackpt.inspect import changes, html
 from deltackpt.inspect.changes import Diff, History
 from deltackpt.inspect.lazy import RowNumbers, Saves
 from deltackpt.inspect.step import Place, Step, place_of
-from deltackpt.manifest import Kind, SaveId
-from deltackpt.root import Root, find_item
+from deltackpt.ledger.directory import Root, find_item
+from deltackpt.reading import saves as stored
+from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import files
-from deltackpt.stored import StoredSave
 
 #: How often a history is read anew beside a trainer that replaces its steps.
 _MOST_TRIES = 3

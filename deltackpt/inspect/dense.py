@@ -24,10 +24,13 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from deltackpt import codecs, integrity, layout, stored
+from deltackpt import codecs
 from deltackpt.errors import Damaged, ForeignDirectory
-from deltackpt.manifest import DenseLeaf as DenseEntry
-from deltackpt.manifest import path_name
+from deltackpt.format import names as layout
+from deltackpt.format.manifest import DenseLeaf as DenseEntry
+from deltackpt.format.manifest import path_name
+from deltackpt.reading import saves
+from deltackpt.storage import digests as integrity
 from deltackpt.storage import files
 
 METADATA = layout.PYTREE_METADATA
@@ -237,10 +240,10 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def _check_stands(self) -> None:
         """Leaves of another save must not stand beside the tables of this one."""
         if not self._stands():
-            raise stored.gone(self._dir.parent, instead="open")
+            raise saves.gone(self._dir.parent, instead="open")
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
-        return stored.standing(self._dir.parent, stands=self._stands, instead="open")
+        return saves.standing(self._dir.parent, stands=self._stands, instead="open")
 
 
 class DenseLeaf:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deltackpt.terminal import size
+from deltackpt.units import size
 
 if TYPE_CHECKING:
     from deltackpt.inspect.changes import Diff

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt import blocks, codecs, manifest, reader
-from deltackpt.blocks import Box, Rows, Span
+from deltackpt import codecs
+from deltackpt.format import blocks, manifest
+from deltackpt.format.blocks import Box, Rows, Span
+from deltackpt.format.manifest import FieldSpec, Layout, SaveId, Segment, TableEntry
 from deltackpt.inspect.statistics import Statistics, statistics_of
-from deltackpt.manifest import FieldSpec, Layout, SaveId, Segment, TableEntry
-from deltackpt.reader import HeldRows, Targets
+from deltackpt.reading import reader
+from deltackpt.reading.reader import HeldRows, Targets
+from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.storage.arrays import BLOCK_BYTES
-from deltackpt.stored import StoredPart, StoredSave, read_whole
 
 #: Most memory of what is read at a time, beside the rows asked for.
 _WINDOW_BYTES = 64 << 20

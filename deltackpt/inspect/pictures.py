@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt import terminal
+from deltackpt import units
 from deltackpt.errors import MissingExtra
 
 try:
@@ -184,7 +184,7 @@ def byte_axis(ax: Axes, sizes: Iterable[int], label: str) -> None:
 
 
 def _bytes_label(value: float, _: object) -> str:
-    return terminal.size(value).replace(".0 ", " ")
+    return units.size(value).replace(".0 ", " ")
 
 
 def share_axis(ax: Axes, shares: np.ndarray, label: str) -> None:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltackpt import blocks, globs, terminal
+from deltackpt import units
 from deltackpt.errors import OptionError
+from deltackpt.format import blocks
 from deltackpt.inspect import pictures
-from deltackpt.terminal import count
+from deltackpt.state import globs
+from deltackpt.units import count
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -102,7 +104,7 @@ def timeline(
     if damaged:
         entries.append(("cannot be restored", pictures.mark_damaged(ax, damaged)))
     pictures.legend(ax, entries)
-    total = terminal.size(disk_bytes(saves, compacted))
+    total = units.size(disk_bytes(saves, compacted))
     bases = f"; {count(len(compacted), 'compacted base')}" if compacted else ""
     pictures.title(ax, f"{count(len(saves), 'save')}: {kinds(saves)}{bases}; {total} on disk")
     return pictures.figure(ax)

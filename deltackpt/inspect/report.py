@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltackpt import blocks, layout
 from deltackpt.__about__ import __version__
 from deltackpt.errors import RestoreError
+from deltackpt.format import blocks, names
 from deltackpt.inspect import html as notebook
 from deltackpt.inspect import pictures, plots
 from deltackpt.storage import files
-from deltackpt.terminal import count, size
+from deltackpt.units import count, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -245,7 +245,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
 
 def _read_for(step: Step) -> str:
     """What a restore of a step reads, in words."""
-    base = "a compacted base" if step.reads[0].startswith(layout.COMPACTED) else "a base"
+    base = "a compacted base" if step.reads[0].startswith(names.COMPACTED) else "a base"
     deltas = len(step.reads) - 1
     return f"{base} and {count(deltas, 'delta')}" if deltas else base
 

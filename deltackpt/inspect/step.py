@@ -10,14 +10,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deltackpt import blocks, globs, layout, manifest, stored
 from deltackpt.errors import RestoreError, TemplateMismatch
+from deltackpt.format import blocks, manifest, names
+from deltackpt.format.manifest import FieldSpec, TableEntry
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import METADATA, DenseItem, DenseLeaf
 from deltackpt.inspect.lazy import LazyArray, Saves
-from deltackpt.manifest import FieldSpec, TableEntry
-from deltackpt.stored import StoredSave
-from deltackpt.terminal import count
+from deltackpt.reading import saves as stored
+from deltackpt.reading.saves import StoredSave
+from deltackpt.state import globs
+from deltackpt.units import count
 
 #: Inode and time of the last change of a step's directory: a committed step never changes.
 Place = tuple[int, int]
@@ -118,7 +120,7 @@ class Step:
     def reads(self) -> tuple[str, ...]:
         """Names of the saves of the chain below the root: ``120``, or ``compacted/120``."""
         return tuple(
-            f"{layout.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
+            f"{names.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
             for save in self._saves.chain
         )
 
@@ -138,9 +140,9 @@ class Step:
         """The dense leaves by their '/'-joined paths; those that deltackpt's manager saved."""
         if not self._own.layout.dense:
             return MappingProxyType({})
-        if not (self.path / layout.DENSE_ITEM).is_dir() and self._stands():
+        if not (self.path / names.DENSE_ITEM).is_dir() and self._stands():
             stored.check_dense(self._own)
-        return self._item(layout.DENSE_ITEM)
+        return self._item(names.DENSE_ITEM)
 
     @functools.cached_property
     def items(self) -> Mapping[str, DenseItem]:
@@ -151,7 +153,7 @@ class Step:
             return MappingProxyType({name: self._item(name) for name in found})
 
     def _item(self, name: str) -> DenseItem:
-        entries = self._own.layout.dense if name == layout.DENSE_ITEM else ()
+        entries = self._own.layout.dense if name == names.DENSE_ITEM else ()
         return DenseItem(
             self.path / name,
             entries,

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from deltackpt import layout
 from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.events import Sink
+from deltackpt.format import names
+from deltackpt.handlers.agreement import Peers
 from deltackpt.handlers.iterators import (
     DataIterator,
     IteratorHandler,
@@ -25,11 +26,10 @@ from deltackpt.handlers.iterators import (
     move_to,
     position_of,
 )
-from deltackpt.handlers.peers import Peers
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
-from deltackpt.tables import Tables
+from deltackpt.state.tables import Tables
 
 #: The item of a step that holds the position of the data iterator.
 DATA_ITEM = "data"
@@ -108,7 +108,7 @@ class LoopCheckpoints:
         self._owed = False
         #: The step that the loop resumed from or saved last.
         self._newest: int | None = None
-        handlers: dict[str, Any] = {layout.EMBEDDINGS_ITEM: tables}
+        handlers: dict[str, Any] = {names.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()
         options = options or ManagerOptions(tracking="fingerprints")
@@ -166,7 +166,7 @@ class LoopCheckpoints:
           SaveFailed: an earlier save failed in the background; this one was taken.
           FencedError: another trainer has taken over the directory.
         """
-        step = layout.as_step(step)
+        step = names.as_step(step)
         due = step % self._every_steps == 0
         if self.manager.reached_preemption(step) or (self._owed and not due):
             return self._save(self.manager.save_if_due, step, state)
@@ -187,7 +187,7 @@ class LoopCheckpoints:
             error says otherwise.
           FencedError: another trainer has taken over the directory.
         """
-        step = layout.as_step(step)
+        step = names.as_step(step)
         if step == self._newest and self._is_committed(step):
             return None
         saved = self._save(self.manager.save, step, state)

@@ -27,7 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import inspect, integrity, layout, processes
+from deltackpt import inspect, processes
 from deltackpt.errors import (
     FencedError,
     NoIntactStep,
@@ -36,8 +36,8 @@ from deltackpt.errors import (
     SaveFailed,
     TemplateMismatch,
 )
-from deltackpt.groups import CodecOption
-from deltackpt.handlers.peers import Peers
+from deltackpt.format import names
+from deltackpt.handlers.agreement import Peers
 from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x_model import ModelLeaves, cast, flat, leaves_of, taken
 from deltackpt.integrations.t5x_modules import checkpoints, utils
@@ -45,6 +45,8 @@ from deltackpt.integrations.t5x_retention import retention_of
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
+from deltackpt.state.groups import CodecOption
+from deltackpt.storage import digests
 
 #: T5X's name of the item that holds the position of the data.
 _DATASET = "dataset"
@@ -286,7 +288,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     def should_save(self, step: int) -> bool:
         """Whether the period of the save configuration asks for a save."""
-        step = layout.as_step(step)
+        step = names.as_step(step)
         return step != self._at and step % (self._period or 1) == 0
 
     def save(
@@ -315,7 +317,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
           SaveFailed: an earlier save failed in the background; this one was taken.
           FencedError: another trainer has taken over the model directory.
         """
-        step = layout.as_step(np.asarray(checkpoints.get_local_data(train_state.step)))
+        step = names.as_step(np.asarray(checkpoints.get_local_data(train_state.step)))
         if not force and not self.should_save(step):
             return False
         if step == self._at and self._is_committed():
@@ -417,7 +419,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         """
         if step is not None and path is not None:
             raise ValueError("expected a step or a path, found both; give one of them")
-        step = None if step is None else layout.as_step(step)
+        step = None if step is None else names.as_step(step)
         found_path, is_stock = self._peers.of_first(
             "choosing a checkpoint", lambda: self._checkpoint(step, path)
         )
@@ -455,7 +457,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             manager = stack.enter_context(
                 CheckpointManager(
                     self._links.root,
-                    handlers={layout.EMBEDDINGS_ITEM: tables, **self._handlers},
+                    handlers={names.EMBEDDINGS_ITEM: tables, **self._handlers},
                     options=self._options,
                 )
             )
@@ -651,7 +653,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if self._dataset_iterator is None:
             return
         self._check_position(step)
-        for damage in integrity.check_step_files(
+        for damage in digests.check_step_files(
             step.path, wanted=lambda name: name.startswith(f"{_DATASET}/")
         ):
             step.check_stands()

@@ -23,10 +23,10 @@ from typing import Any
 
 from flax import traverse_util
 
-from deltackpt import globs
-from deltackpt.groups import CodecOption
+from deltackpt.state import globs
+from deltackpt.state.groups import CodecOption
+from deltackpt.state.tables import Tables
 from deltackpt.storage import files
-from deltackpt.tables import Tables
 
 #: The directory of our steps in T5X's model directory.
 ROOT = "deltackpt"

@@ -26,8 +26,8 @@ from deltackpt.interchange.orbax_source import of_their_kinds
 from deltackpt.interchange.target import Exported, exported, local_path, published
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
-from deltackpt.reader import Progress
-from deltackpt.tables import Tables
+from deltackpt.reading.reader import Progress
+from deltackpt.state.tables import Tables
 
 _ITEM = "default"
 _FULL = ("No space left on device", "Disk quota exceeded")

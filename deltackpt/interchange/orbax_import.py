@@ -9,14 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deltackpt import blocks, layout
 from deltackpt.errors import Damaged, InUse, OptionError, TargetExists
+from deltackpt.format import blocks, names
 from deltackpt.interchange import orbax_source
 from deltackpt.interchange.target import local_path
+from deltackpt.ledger.directory import Root
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
-from deltackpt.root import Root
-from deltackpt.tables import Tables, join, split
+from deltackpt.state.tables import Tables, join, split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def import_orbax(
     step: int | None = None,
     abstract_state: Any = None,
     item: str | None = None,
-    name: str = layout.EMBEDDINGS_ITEM,
+    name: str = names.EMBEDDINGS_ITEM,
     options: ManagerOptions | None = None,
 ) -> Imported:
     """Makes a stock Orbax checkpoint the first base of a new directory.

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax import tree_util
 
-from deltackpt import layout, paths, touched
+from deltackpt import touched
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
@@ -30,10 +30,12 @@ from deltackpt.errors import (
     StepNotFound,
     TemplateMismatch,
 )
+from deltackpt.format import names as layout
 from deltackpt.handlers import dense
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.inspect import DenseItem, DenseLeaf
 from deltackpt.inspect.dense import METADATA
+from deltackpt.state import paths
 
 #: Orbax's step names: a number, with zeros and a prefix where the user asked for them.
 _STEP = re.compile(r"(?:.*_)?([0-9]+)")

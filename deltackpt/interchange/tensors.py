@@ -24,7 +24,7 @@ from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
 from deltackpt.interchange.target import Exported, exported, local_path, published
-from deltackpt.reader import Progress
+from deltackpt.reading.reader import Progress
 
 _METADATA = "__metadata__"
 _SHARD_BYTES = 4 << 30

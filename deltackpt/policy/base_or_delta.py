@@ -11,7 +11,7 @@ import dataclasses
 from typing import Literal, Protocol
 
 from deltackpt.errors import OptionError
-from deltackpt.manifest import Kind
+from deltackpt.format.manifest import Kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

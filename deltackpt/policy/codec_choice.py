@@ -8,7 +8,7 @@ from typing import Literal
 
 from deltackpt import codecs
 from deltackpt.errors import OptionError
-from deltackpt.manifest import Kind
+from deltackpt.format.manifest import Kind
 from deltackpt.policy.bit_width import BitWidthPolicy, Choice, is_at_least_zero
 
 WhenExceeded = Literal["widen", "refuse"]

@@ -15,12 +15,12 @@ import numpy as np
 import ray
 
 from deltackpt.errors import DeltackptError, ServiceUnavailable, without_frames
-from deltackpt.manifest import SaveId
+from deltackpt.format.manifest import SaveId
 from deltackpt.service import names, protocol
-from deltackpt.service.follower import Follower
 from deltackpt.service.names import Member
 from deltackpt.service.options import ServiceOptions
 from deltackpt.service.protocol import Description, Pinned
+from deltackpt.standby.follower import Follower
 
 _logger = logging.getLogger(__name__)
 

@@ -13,19 +13,19 @@ from pathlib import Path
 import ray
 import ray.exceptions
 
-from deltackpt import layout
 from deltackpt.errors import (
     ServiceError,
     ServiceMismatch,
     ServiceUnavailable,
     TooLittleMemory,
 )
-from deltackpt.reader import RestoredTables, Wanted
+from deltackpt.format import names as layout
+from deltackpt.reading.reader import RestoredTables, Wanted
+from deltackpt.reading.saves import StoredSave
 from deltackpt.service import calls, names, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Description
 from deltackpt.service.reading import reading
-from deltackpt.stored import StoredSave
 
 _ASK_AGAIN_SECS = 0.05
 _DESCRIBE_SECS = 5.0

@@ -16,12 +16,13 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from deltackpt import compact, stored
-from deltackpt.compact import Compacted, Folded, Plan
 from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
-from deltackpt.reader import Progress
-from deltackpt.root import Root
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import saves
+from deltackpt.reading.reader import Progress
 from deltackpt.service.options import ServiceOptions
+from deltackpt.upkeep import compact
+from deltackpt.upkeep.compact import Compacted, Folded, Plan
 
 _logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Compactor:
         if newest is None or newest == self._looked:
             return
         self._looked = newest
-        deltas = len(stored.read_chain(self._root.step_dir(newest), self._options.item)) - 1
+        deltas = len(saves.read_chain(self._root.step_dir(newest), self._options.item)) - 1
         if deltas >= self._after:
             self._says = f"folds step {newest}"
             done = compact.compact(

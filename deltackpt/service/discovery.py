@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 
-from deltackpt.sources import RowSource
+from deltackpt.restore.sources import RowSource
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:

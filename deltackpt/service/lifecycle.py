@@ -12,9 +12,9 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deltackpt import layout
 from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable
-from deltackpt.root import Root
+from deltackpt.format import names as layout
+from deltackpt.ledger.directory import Root
 from deltackpt.service import names
 from deltackpt.service.actor import CONCURRENCY, RestoreActor
 from deltackpt.service.client import RestoreService

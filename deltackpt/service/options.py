@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from deltackpt import layout
 from deltackpt.errors import OptionError
+from deltackpt.format import names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ServiceOptions:
       nice: how far the members yield the processors to others, 0 to 19.
     """
 
-    item: str = layout.EMBEDDINGS_ITEM
+    item: str = names.EMBEDDINGS_ITEM
     shards: int | None = None
     replicas: int = 1
     memory_bytes: int | None = None

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-from deltackpt import manifest
 from deltackpt.__about__ import __version__
-from deltackpt.chain import SaveInfo
 from deltackpt.errors import RestoreError, ServiceMismatch
-from deltackpt.manifest import SaveId
-from deltackpt.service.memory import Place
+from deltackpt.format import manifest
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.standby.memory import Place
 
 #: Raised by one where a member's answers or arguments change their meaning.
 PROTOCOL = 1

@@ -19,18 +19,19 @@ import numpy as np
 import ray
 import ray.exceptions
 
-from deltackpt import reader
-from deltackpt.blocks import Box
-from deltackpt.chain import SaveInfo
 from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
-from deltackpt.merge import Target
-from deltackpt.reader import RestoredTables, Targets, Wanted
-from deltackpt.service import calls, gate, protocol, shards
-from deltackpt.service.memory import MemoryReader
+from deltackpt.format.blocks import Box
+from deltackpt.format.chain import SaveInfo
+from deltackpt.reading import reader
+from deltackpt.reading.merge import Target
+from deltackpt.reading.reader import RestoredTables, Targets, Wanted
+from deltackpt.reading.saves import StoredSave
+from deltackpt.service import calls, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Pinned
-from deltackpt.service.shards import Region
-from deltackpt.stored import StoredSave
+from deltackpt.standby import gate, shards
+from deltackpt.standby.memory import MemoryReader
+from deltackpt.standby.shards import Region
 
 #: Bytes of one copy, and of one answer of another machine.
 _PIECE_BYTES = 16 << 20

@@ -24,7 +24,7 @@ import numpy as np
 import tensorstore as ts
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.manifest import ArrayEntry
+from deltackpt.format.manifest import ArrayEntry
 from deltackpt.storage import files
 
 #: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from deltackpt import layout
 from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, RestoreError, StorageError
-from deltackpt.records import MOST_BYTES
+from deltackpt.format import names as layout
+from deltackpt.format.records import MOST_BYTES
 
 _HUGE_PAGE_BYTES = 2 << 20
 _C_LIBRARY = ctypes.CDLL(None)

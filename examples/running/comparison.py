@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import deltackpt
-from deltackpt import layout
-from deltackpt.manifest import Kind
-from deltackpt.pipeline import SaveReport
+from deltackpt.format import names
+from deltackpt.format.manifest import Kind
+from deltackpt.save.pipeline import SaveReport
 from running.journal import size
 
 DELTACKPT = "deltackpt delta"
@@ -159,7 +159,7 @@ def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
         blocked_secs=blocked_secs,
         committed_secs=committed_secs,
         kind=reports[0].intent.kind if reports else None,
-        dense_nbytes=bytes_below(step_dir / layout.DENSE_ITEM) if reports else None,
+        dense_nbytes=bytes_below(step_dir / names.DENSE_ITEM) if reports else None,
     )
 
 

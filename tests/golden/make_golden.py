@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 import deltackpt
-from deltackpt import layout, manifest
+from deltackpt.format import manifest, names
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
@@ -178,7 +178,7 @@ def write(root: Path, handlers: dict[str, Any], state_of: Callable[[int], dict])
             manager.save(step, state_of(step), touched=touched)
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
-    shutil.rmtree(root / layout.TRASH, ignore_errors=True)
+    shutil.rmtree(root / names.TRASH, ignore_errors=True)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from deltackpt import extract
+from deltackpt.save import extract
 
 
 @pytest.fixture(params=["gpu", "imitation"])

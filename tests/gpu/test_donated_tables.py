@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import deltackpt
-from deltackpt import codecs, encode, extract
+from deltackpt import codecs
+from deltackpt.save import encode, extract
 
 ROWS = {"users": 5000, "items": 3000}
 WIDTH = 16

@@ -30,8 +30,9 @@ import numpy as np
 
 import deltackpt
 import deltackpt.manager  # And with it Orbax, which the package imports when it is needed.
-from deltackpt import layout, touched
+from deltackpt import touched
 from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
+from deltackpt.format import names
 
 TABLES = {"users": (4000, 16), "items": (600, 16), "tiny": (7, 4)}
 #: Rows of each table that a step changes.
@@ -299,7 +300,7 @@ def train(task: dict[str, Any]) -> None:
     }
     with manager(root, **options) as saver:
         leftovers = [path.name for path in root.glob("*.orbax-checkpoint-tmp*")]
-        leftovers += [path.name for path in root.glob(f"{layout.TRASH}/*/*")]
+        leftovers += [path.name for path in root.glob(f"{names.TRASH}/*/*")]
         training = Training(saver, task["branch"])
         training.start(leftovers)
         for _ in range(task.get("rounds", 1)):

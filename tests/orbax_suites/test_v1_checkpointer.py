@@ -30,10 +30,10 @@ from orbax.checkpoint.experimental.v1._src.training.checkpointer_test_base impor
 )
 
 import deltackpt
-from deltackpt.chain import SaveInfo
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
 from deltackpt.handlers import commit, retention
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-from deltackpt.manifest import SaveId
 
 #: These policies drop the newest step as soon as it is committed.
 _NEWEST_STAYS = "KeepChain keeps the newest step whatever the policy: the next delta builds on it"

@@ -24,7 +24,8 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 from golden import make_golden
 
 import deltackpt
-from deltackpt import codecs, compact
+from deltackpt import codecs
+from deltackpt.upkeep import compact
 
 STEPS = 4
 

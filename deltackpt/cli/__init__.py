@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``deltackpt COMMAND``.
+
+Exit codes: 0 done, or nothing to do; 1 failed, with one line on stderr that says what to do;
+2 wrong usage; 75 another process is at it, so try again later.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import click
+
+from deltackpt.__about__ import __version__
+from deltackpt.cli import doctoring, exchange, keeping, looking, reporting, service
+from deltackpt.errors import AlreadyCompacting, DeltackptError, InUse
+
+_TRY_AGAIN = 75
+
+
+def main() -> None:
+    """Runs the command line; what deltackpt raises becomes one line on stderr."""
+    # Orbax warns of a directory that is opened to be read.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        cli()
+    except (AlreadyCompacting, InUse) as error:
+        _fail(error, _TRY_AGAIN)
+    except (DeltackptError, OSError) as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> None:
+    kind = error.code if isinstance(error, DeltackptError) else type(error).__name__
+    # Names that an error lists stand on lines of their own.
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = ", ".join(filter(None, lines)).replace(":, ", ": ")
+    click.echo(f"deltackpt: {text} [{kind}]", err=True)
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Look after directories of deltackpt checkpoints."""
+
+
+for command in (
+    looking.ls,
+    looking.show,
+    looking.diff,
+    looking.history,
+    reporting.report,
+    keeping.verify,
+    keeping.plan,
+    keeping.collect,
+    keeping.copy,
+    keeping.compact,
+    doctoring.doctor,
+    exchange.export,
+    exchange.import_,
+    service.group,
+):
+    cli.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

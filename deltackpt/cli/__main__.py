@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deltackpt.cli``: the command line."""
+
+from deltackpt.cli import main
+
+main()

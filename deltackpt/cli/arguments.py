@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that several commands of the command line have."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from deltackpt.format import names
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+
+
+class Size(click.ParamType):
+    """A size such as ``512MiB``, ``1.5G`` or a plain number of bytes; units are powers of 1024."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """See ``click.ParamType``."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            self.fail(f"{value!r}: expected a size such as 512MiB or 2GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+#: The number of a step.
+STEP = click.IntRange(0, names.LAST_STEP)
+#: What cannot be read is told by what reads it, which knows more than click.
+directory = click.argument("directory", type=click.Path(file_okay=False, readable=False))
+item = click.option(
+    "--item", help="Our item in each step; found in the newest one by default.", metavar="NAME"
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

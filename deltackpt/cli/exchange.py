@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that write steps as other programs read them, and read what stock Orbax wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltackpt import units
+from deltackpt.cli import arguments, terminal
+from deltackpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from deltackpt.interchange import Exported
+
+_step = click.option("--step", type=arguments.STEP, help="The step; the newest by default.")
+_target = click.argument("target", type=click.Path())
+
+
+class _Rows(click.ParamType):
+    """A half-open range of rows, such as ``0:1000``."""
+
+    name = "start:stop"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        """See ``click.ParamType``."""
+        start, colon, stop = value.partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal()):
+            self.fail(f"{value!r}: expected a range of rows such as 0:1000", param, ctx)
+        return int(start), int(stop)
+
+
+@click.group(name="export")
+def export() -> None:
+    """Write a step in a format that other programs read."""
+
+
+@export.command(
+    name="orbax",
+    epilog="\b\nExamples:\n"
+    "  deltackpt export orbax /data/run-17 /data/run-17-orbax\n"
+    "  deltackpt export orbax /data/run-17 /data/served --step 12000",
+)
+@arguments.directory
+@_target
+@_step
+@arguments.item
+@arguments.as_json
+def export_orbax(
+    directory: str, target: str, step: int | None, item: str | None, as_json: bool
+) -> None:
+    """Write a step of DIRECTORY as a plain Orbax checkpoint at TARGET.
+
+    Stock Orbax restores it, with either of its APIs and without deltackpt. Needs memory for three
+    times the state.
+    """
+    from deltackpt import interchange
+
+    with terminal.progress("reading", quiet=as_json) as progress:
+        done = interchange.export_orbax(directory, step, target, item=item, progress=progress)
+    _tell(done, as_json)
+
+
+@export.command(
+    name="safetensors",
+    epilog="\b\nExamples:\n"
+    "  deltackpt export safetensors /data/run-17 /data/published\n"
+    "  deltackpt export safetensors /data/run-17 /data/published --step 12000 --shard 1GiB",
+)
+@arguments.directory
+@_target
+@_step
+@arguments.item
+@click.option(
+    "--shard",
+    "shard_bytes",
+    type=arguments.Size(),
+    default="4GiB",
+    show_default=True,
+    help="Most bytes of tensors in a file.",
+)
+@arguments.as_json
+def export_safetensors(
+    directory: str,
+    target: str,
+    step: int | None,
+    item: str | None,
+    shard_bytes: int,
+    as_json: bool,
+) -> None:
+    """Write a step of DIRECTORY as safetensors files at TARGET, by Hugging Face's conventions."""
+    from deltackpt import interchange
+
+    with terminal.progress("exporting", quiet=as_json) as progress:
+        done = interchange.export_safetensors(
+            directory, step, target, item=item, shard_bytes=shard_bytes, progress=progress
+        )
+    _tell(done, as_json)
+
+
+@export.command(
+    name="parquet",
+    epilog="\b\nExamples:\n"
+    "  deltackpt export parquet /data/run-17 /data/features\n"
+    "  deltackpt export parquet /data/run-17 /data/users --table 'params/emb/users' --no-slots\n"
+    "  deltackpt export parquet /data/run-17 /data/first --rows 0:1000",
+)
+@arguments.directory
+@_target
+@_step
+@arguments.item
+@click.option(
+    "--table",
+    "tables",
+    multiple=True,
+    default=("**",),
+    help="Path pattern of tables, may be repeated; all by default.",
+)
+@click.option("--slots/--no-slots", default=True, help="Whether slots are exported too.")
+@click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
+@arguments.as_json
+def export_parquet(
+    directory: str,
+    target: str,
+    step: int | None,
+    item: str | None,
+    tables: tuple[str, ...],
+    slots: bool,
+    rows: tuple[int, int] | None,
+    as_json: bool,
+) -> None:
+    """Write tables of a step of DIRECTORY as Parquet files at TARGET, a file for each."""
+    from deltackpt import interchange
+
+    with terminal.progress("exporting", quiet=as_json) as progress:
+        done = interchange.export_parquet(
+            directory,
+            step,
+            target,
+            item=item,
+            tables=tables,
+            slots=slots,
+            rows=rows,
+            progress=progress,
+        )
+    _tell(done, as_json)
+
+
+@click.command(
+    name="import",
+    epilog="\b\nExamples:\n"
+    "  deltackpt import /data/orbax-run /data/run-17 --tables 'params/emb/*'\n"
+    "  deltackpt import /data/ckpt /data/run-17 --tables 'params/emb/*' --step 12000 \\\n"
+    "    --template my_model.train:abstract_state",
+)
+@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@arguments.directory
+@click.option("--tables", "select", multiple=True, required=True, help="Path pattern of tables.")
+@click.option(
+    "--slot",
+    "slots",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="A slot of each table; {table} and {name} in the path stand for the table's path and its "
+    "last step. Found in the optimizer's state by default.",
+)
+@click.option("--always", multiple=True, help="Pattern of slots whose rows all move at every step.")
+@click.option(
+    "--step",
+    type=arguments.STEP,
+    help="Of several steps which; else the number that the step gets.",
+)
+@click.option("--item", "source_item", help="The pytree in a step that has several items.")
+@click.option(
+    "--template",
+    metavar="MODULE:FUNCTION",
+    help="What gives the state that training has, abstract or not; looked for in the working "
+    "directory too.",
+)
+@arguments.as_json
+def import_(
+    source: str,
+    directory: str,
+    select: tuple[str, ...],
+    slots: tuple[str, ...],
+    always: tuple[str, ...],
+    step: int | None,
+    source_item: str | None,
+    template: str | None,
+    as_json: bool,
+) -> None:
+    """Make the stock Orbax checkpoint SOURCE the first base of a run in DIRECTORY.
+
+    SOURCE is a pytree, a step or a directory of steps, and is only read. Training then goes on
+    with restore_latest() there.
+    """
+    from deltackpt import interchange
+    from deltackpt.state.tables import Tables
+
+    declared = {"**": dict(_slot(text) for text in slots)} if slots else None
+    done = interchange.import_orbax(
+        source,
+        directory,
+        tables=Tables(select=select, slots=declared, always=always),
+        step=step,
+        item=source_item,
+        abstract_state=None if template is None else _template(template),
+    )
+    if as_json:
+        terminal.print_json(done)
+        return
+    rows = [(name, ", ".join(found) or None) for name, found in done.tables.items()]
+    terminal.print_table(("table", "slots"), rows)
+    nbytes = units.size(done.nbytes)
+    click.echo(f"step {done.step}: {nbytes} of tables and slots from {done.source}")
+
+
+def _slot(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise click.BadParameter(f"{text!r}: expected NAME=PATH", param_hint="--slot")
+    return name, path
+
+
+def _template(text: str) -> Any:
+    """What a function of the user's gives, as abstract leaves: their memory is free again."""
+    import importlib
+    import os
+    import sys
+
+    import jax
+
+    name, colon, function = text.partition(":")
+    if not (name and colon and function):
+        raise click.BadParameter(f"{text!r}: expected MODULE:FUNCTION", param_hint="--template")
+    # As `python -m` does: a console script has only its own directory there.
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(
+            f"--template {text}: expected a function that can be imported, found {error}; run the "
+            "command where the module is, or set PYTHONPATH"
+        ) from error
+
+    def abstract(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(abstract, made())
+
+
+def _tell(done: Exported, as_json: bool) -> None:
+    if as_json:
+        terminal.print_json(done)
+        return
+    files = units.count(len(done.files), "file")
+    click.echo(f"step {done.step}: {files} of {units.size(done.nbytes)} in {done.path}")
+    for name, kind in done.changed.items():
+        click.echo(f"stored as {kind}: {name}")
+    for name in done.left_out:
+        click.echo(f"left out: {name}")

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that keep a directory well."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from deltackpt import units
+from deltackpt.cli import arguments, terminal
+
+if TYPE_CHECKING:
+    from deltackpt.upkeep.estimate import RestorePlan
+    from deltackpt.upkeep.verify import RootReport, StepVerdict
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt compact /data/run-17\n"
+    "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
+)
+@arguments.directory
+@click.option("--step", type=arguments.STEP, help="Step to fold; the newest by default.")
+@arguments.item
+@click.option("--workers", type=click.IntRange(min=1), help="Parts at a time; one per CPU.")
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=arguments.Size(),
+    default="1GiB",
+    show_default=True,
+    help="Most memory of all workers together.",
+)
+@arguments.as_json
+def compact(
+    directory: str,
+    step: int | None,
+    item: str | None,
+    workers: int | None,
+    memory_bytes: int,
+    as_json: bool,
+) -> None:
+    """Fold the chain of a step of DIRECTORY into a new base, beside trainers and readers.
+
+    Restores then read that base instead of the chain, and retention may drop what it replaces. The
+    steps themselves do not change. A run that is killed has changed nothing: start it again.
+    """
+    # Imported here: other commands need not pay for it.
+    from deltackpt.upkeep import compact as compaction
+
+    with terminal.progress("folding", quiet=as_json) as progress:
+        done = compaction.compact(
+            directory,
+            item=_found_item(directory, item),
+            step=step,
+            workers=workers,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+    if as_json:
+        terminal.print_json(done)
+    elif done is None:
+        click.echo("nothing to fold: the step is a base alone")
+    else:
+        click.echo(
+            f"step {done.step}: folded {units.count(done.deltas, 'delta')} into a base of "
+            f"{units.size(done.bytes_written)} in {done.seconds:.1f} s"
+        )
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt verify /data/run-17\n"
+    "  deltackpt verify /data/run-17 --step 12000 --step 12500\n"
+    "  deltackpt verify /data/run-17 --json | jq .intact"
+)
+@arguments.directory
+@click.option(
+    "--step",
+    "steps",
+    type=arguments.STEP,
+    multiple=True,
+    help="A step to verify, with what it needs; all by default, and may be repeated.",
+)
+@arguments.item
+@arguments.as_json
+def verify(directory: str, steps: tuple[int, ...], item: str | None, as_json: bool) -> None:
+    """Re-read every byte of DIRECTORY and say which of its steps can be restored.
+
+    Every file is checked against the digests, chunks against their own checksums, manifests against
+    each other, row numbers against their tables, and chains down to their bases. Trainers may be at
+    work meanwhile. Exit code 1 where anything is damaged.
+    """
+    from deltackpt.upkeep import verify as audit
+
+    item = _found_item(directory, item)
+    with terminal.progress("verifying", quiet=as_json) as progress:
+        report = audit.verify_root(directory, item=item, steps=steps or None, progress=progress)
+    if as_json:
+        terminal.print_json({"intact": report.intact, **terminal.plain(report)})
+    else:
+        _print_report(report)
+    if not report.intact:
+        sys.exit(1)
+
+
+def _print_report(report: RootReport) -> None:
+    saves = {save.name: save for save in report.saves}
+    rows = [
+        (
+            str(verdict.step),
+            saves[str(verdict.step)].kind,
+            "yes" if verdict.restorable else "NO",
+            _chain_text(verdict),
+        )
+        for verdict in report.steps
+    ]
+    if rows:
+        terminal.print_table(("step", "kind", "restores", "reads"), rows)
+    for problem in report.problems:
+        harm = " (restores do not read it)" if problem.stops == "nothing" else ""
+        click.echo(f"damaged: {problem}{harm}")
+    for save in report.saves:
+        for note in save.notes:
+            click.echo(f"note: {save.name}: {note}")
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    whole = sum(verdict.restorable for verdict in report.steps)
+    problems = len(report.problems)
+    click.echo(
+        f"{whole} of {units.count(len(report.steps), 'step')} can be restored, "
+        f"{units.count(problems, 'damaged object')}; read "
+        f"{units.count(report.file_count, 'file')}, {units.size(report.bytes_read)} in "
+        f"{report.seconds:.1f} s"
+    )
+
+
+def _chain_text(verdict: StepVerdict) -> str:
+    if not verdict.restorable:
+        return f"broken by {', '.join(verdict.broken_by)}"
+    base, *deltas = verdict.chain
+    return f"{base} + {units.count(len(deltas), 'delta')}" if deltas else base
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt collect /data/run-17 --dry-run\n"
+    "  deltackpt collect /data/run-17 --keep-last 10 --keep-every 10000\n"
+    "  deltackpt collect /data/run-17 --rolled-back --offline"
+)
+@arguments.directory
+@arguments.item
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@click.option("--keep-last", type=click.IntRange(min=1), help="Keep so many of the newest steps.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="Keep the multiples of this step.")
+@click.option("--rolled-back", is_flag=True, help="Remove what rollbacks moved aside, too.")
+@click.option("--offline", is_flag=True, help="Your word that no trainer is at work there.")
+@arguments.as_json
+def collect(
+    directory: str,
+    item: str | None,
+    dry_run: bool,
+    keep_last: int | None,
+    keep_every: int | None,
+    rolled_back: bool,
+    offline: bool,
+    as_json: bool,
+) -> None:
+    """Remove what nothing needs in DIRECTORY, whose trainer has ended.
+
+    That is what cut saves, deletions and compactions left, and compacted bases in which no chain
+    ends. Every step stays unless --keep-last or --keep-every say which ones do; then these stay,
+    all that they need, and the newest.
+
+    A trainer collects by itself. Where one may live, the exit code is 75 and nothing is removed.
+    Its lease must name a process of this host that has ended; --offline replaces that by your word.
+    A trainer that lives nevertheless can commit nothing more.
+    """
+    from deltackpt.upkeep import collect as collection
+
+    item = _found_item(directory, item)
+    retention = collection.Retention(keep_last=keep_last, keep_every=keep_every)
+    if dry_run:
+        found = collection.collectable(
+            directory, item=item, retention=retention, rolled_back=rolled_back
+        )
+    else:
+        found = collection.collect(
+            directory, item=item, retention=retention, rolled_back=rolled_back, offline=offline
+        )
+    if as_json:
+        terminal.print_json({"dry_run": dry_run, **terminal.plain(found)})
+        return
+    if found.removable:
+        rows = [(one.name, units.size(one.nbytes), one.kind, one.reason) for one in found.removable]
+        terminal.print_table(("name", "size", "what", "why"), rows)
+    for note in found.notes:
+        click.echo(f"note: {note}")
+    if dry_run and found.in_use is not None:
+        click.echo(f"note: would be refused without --offline: found {found.in_use}")
+    click.echo(
+        f"{'would remove' if dry_run else 'removed'} "
+        f"{units.count(len(found.removable), 'object')}, {units.size(found.nbytes)}; "
+        f"{units.count(len(found.kept), 'step')} kept"
+    )
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt copy /data/run-17 /backup/run-17\n"
+    "  deltackpt copy /data/run-17 gs://bucket/run-17 --all\n"
+    "  deltackpt copy s3://bucket/run-17 /data/again --step 12000\n"
+    "  deltackpt copy /data/run-17 s3://bucket/run-17 --endpoint http://minio:9000"
+)
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--step",
+    "steps",
+    type=arguments.STEP,
+    multiple=True,
+    help="A step to copy; the newest by default, and may be repeated.",
+)
+@click.option("--all", "all_steps", is_flag=True, help="Copy every step.")
+@arguments.item
+@click.option("--recheck", is_flag=True, help="Read again what is whole at the target already.")
+@click.option("--offline", is_flag=True, help="Your word that no trainer is at work at TARGET.")
+@click.option("--endpoint", help="Server of s3:// URLs, where it is not Amazon's.")
+@click.option("--workers", type=click.IntRange(min=1), help="Files at a time; 8 by default.")
+@arguments.as_json
+def copy(
+    source: str,
+    target: str,
+    steps: tuple[int, ...],
+    all_steps: bool,
+    item: str | None,
+    recheck: bool,
+    offline: bool,
+    endpoint: str | None,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Copy steps, with all that restoring them needs, from SOURCE to TARGET.
+
+    Each is a directory, a URL with file://, gs:// or s3://, or a kvstore spec of TensorStore as
+    JSON. Credentials are found as by the tools of the store's maker.
+
+    Every byte is checked when it is read and after it was written. A step appears at the target
+    only when it is whole. A copy that is cut off goes on where it was: start it again.
+    """
+    if steps and all_steps:
+        raise click.UsageError("--step and --all exclude each other")
+    from deltackpt.format.names import EMBEDDINGS_ITEM
+    from deltackpt.tiers import copy as copies
+
+    if item is None:
+        # An object store is not searched for it.
+        is_local = "://" not in source and not source.startswith("{")
+        item = _found_item(source) if is_local else EMBEDDINGS_ITEM
+    with terminal.progress("copying", quiet=as_json) as progress:
+        done = copies.copy(
+            source,
+            target,
+            item=item,
+            steps=steps or None,
+            all_steps=all_steps,
+            recheck=recheck,
+            offline=offline,
+            endpoint=endpoint,
+            workers=workers or copies.WORKERS,
+            progress=progress,
+        )
+    if as_json:
+        terminal.print_json(done)
+    else:
+        names = ", ".join(map(str, done.steps[-5:]))
+        click.echo(
+            f"{units.count(len(done.steps), 'step')} ({'..., ' if done.steps[5:] else ''}"
+            f"{names}) at the target: copied {units.count(done.file_count, 'file')}, "
+            f"{units.size(done.bytes_written)} in {done.seconds:.1f} s; "
+            f"{units.size(done.bytes_found)} were there already"
+        )
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt plan /data/run-17\n"
+    "  deltackpt plan /data/run-17 12000 --tables"
+)
+@arguments.directory
+@click.argument("step", type=arguments.STEP, required=False)
+@arguments.item
+@click.option("--tables", is_flag=True, help="Also list what is read of each table.")
+@arguments.as_json
+def plan(directory: str, step: int | None, item: str | None, tables: bool, as_json: bool) -> None:
+    """Show what a restore of STEP of DIRECTORY reads, and how long it should take.
+
+    The time is measured here and now: at most about a second of reading, verifying, decoding and
+    merging the step's own rows, for the rest in proportion. What the page cache holds is read from
+    there. What Orbax takes for the dense leaves, and the way to devices, is not in it.
+    """
+    from deltackpt.upkeep import estimate
+
+    found = estimate.restore_plan(directory, step, item=_found_item(directory, item))
+    if as_json:
+        told = terminal.plain(found)
+        told["estimate"]["seconds"] = found.estimate.seconds
+        terminal.print_json(told)
+        return
+    _print_chain(found)
+    if tables:
+        terminal.print_table(
+            ("table", "rows", "rows read", "read", "memory"),
+            [
+                (
+                    *(table.table, table.rows, table.rows_read),
+                    *(units.size(table.bytes_read), units.size(table.memory_bytes)),
+                )
+                for table in found.tables
+            ],
+        )
+    took = found.estimate
+    click.echo(f"memory: {units.size(found.memory_bytes)} for tables and slots")
+    click.echo(
+        f"dense leaves: {units.size(found.dense_bytes)} in "
+        f"{units.count(found.dense_file_count, 'file')}"
+    )
+    click.echo(
+        f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s records, "
+        f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured), "
+        f"{took.dense_secs:.2g} s checks of dense files"
+    )
+    if len(found.chain) > 1:
+        click.echo(
+            f"compaction: a base of at most {units.size(found.folded_bytes)} instead of "
+            f"{units.size(found.bytes_read)} in {len(found.chain)} saves"
+        )
+
+
+def _print_chain(found: RestorePlan) -> None:
+    rows = [
+        (
+            save.name,
+            save.kind,
+            save.rows,
+            units.size(save.nbytes),
+            save.file_count,
+            ", ".join(save.codecs),
+        )
+        for save in found.chain
+    ]
+    terminal.print_table(("reads", "kind", "rows", "size", "files", "codecs"), rows)
+
+
+def _found_item(directory: str, item: str | None = None) -> str:
+    from deltackpt.ledger.directory import find_item
+
+    return find_item(directory, item)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that write something for people to read."""
+
+from __future__ import annotations
+
+import click
+
+from deltackpt.cli import arguments, terminal
+
+
+@click.command(
+    epilog="\b\nExamples:\n"
+    "  deltackpt report /data/run-17\n"
+    "  deltackpt report /data/run-17 -o run-17.html --json"
+)
+@arguments.directory
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    default="report.html",
+    show_default=True,
+    help="The page.",
+)
+@arguments.item
+@arguments.as_json
+def report(directory: str, output: str, item: str | None, as_json: bool) -> None:
+    """Write a page about DIRECTORY: what it holds, whether it can be restored, pictures.
+
+    The page is one file that needs no network. Manifests are read, and some rows of the busiest
+    table; `deltackpt verify` reads every byte.
+    """
+    # Imported here: other commands need not pay for it.
+    from deltackpt import inspect, units
+    from deltackpt.inspect import report as page
+
+    written = page.write(inspect.open(directory, item=item), output)
+    if as_json:
+        terminal.print_json(written)
+        return
+    click.echo(
+        f"{written.path}: {units.count(written.steps, 'step')}, {units.size(written.nbytes)}"
+    )
+    for warning in written.warnings:
+        click.echo(f"  {warning}")

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deltackpt service``: start, look at and stop the restore service of a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import click
+import rich.box
+import rich.console
+import rich.table
+
+from deltackpt import service, units
+from deltackpt.cli import arguments, terminal
+from deltackpt.errors import ServiceUnavailable, WaitTimeout
+from deltackpt.format import names
+from deltackpt.handlers import waiting
+
+if TYPE_CHECKING:
+    from deltackpt.service.client import MemberStatus, ServiceStatus
+
+_CONNECT_SECS = 20.0
+
+_address = click.option(
+    "--address", default="auto", show_default=True, help="Address of the Ray cluster."
+)
+# The directory need not be one that this machine sees.
+_item = click.option(
+    "--item", default=names.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
+)
+
+
+@click.group("service")
+def group() -> None:
+    """The restore service: the newest state of a directory in memory, on Ray."""
+
+
+@group.command(
+    epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
+)
+@arguments.directory
+@_address
+@_item
+@click.option("--shards", type=int, help="Members that share the rows; the nodes by default.")
+@click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
+@click.option("--memory", "memory_bytes", type=arguments.Size(), help="Most memory of a member.")
+@click.option("--compact-after", type=int, help="Fold chains of that many deltas.")
+@click.option("--wait", "wait_secs", type=float, help="Wait so many seconds until it is ready.")
+@arguments.as_json
+def start(
+    directory: str,
+    address: str,
+    item: str,
+    wait_secs: float | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Start the service of DIRECTORY, or what is missing of it."""
+    _connect(address)
+    standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
+    if wait_secs is not None:
+        standby.wait_ready(timeout_secs=wait_secs)
+    members = len(standby.members())
+    if as_json:
+        terminal.print_json({"directory": standby.directory, "members": members})
+    else:
+        click.echo(f"{standby.directory}: {units.count(members, 'member')}")
+
+
+@group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
+@arguments.directory
+@_address
+@_item
+@arguments.as_json
+def status(directory: str, address: str, item: str, as_json: bool) -> None:
+    """Show step, lag, bytes and health of every member; exit 1 where one is behind or ill."""
+    _connect(address)
+    found = service.connect(directory, item).status()
+    if as_json:
+        click.echo(json.dumps(_plain(found), indent=2))
+    else:
+        _show(found)
+    well = all(one.found is not None and not one.found.code for one in found.members)
+    if not well or found.step != found.newest_step:
+        raise click.exceptions.Exit(1)
+
+
+@group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
+@arguments.directory
+@_address
+@_item
+@arguments.as_json
+def stop(directory: str, address: str, item: str, as_json: bool) -> None:
+    """End the service of DIRECTORY; its steps and compacted bases stay."""
+    _connect(address)
+    ended = service.stop(directory, item)
+    if as_json:
+        terminal.print_json({"directory": directory, "actors_ended": ended})
+    else:
+        click.echo(f"{directory}: {units.count(ended, 'actor')} ended")
+
+
+def _connect(address: str) -> None:
+    """Connects to a cluster that runs already; it starts none.
+
+    Raises:
+      MissingExtra: ray is not installed.
+      ServiceUnavailable: there is no such cluster, or it does not answer.
+    """
+    service.require_ray()
+    import ray
+
+    def connect() -> None:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+    try:
+        # Ray would go on for minutes to ask a head that was stopped.
+        waiting.bounded(connect, _CONNECT_SECS, "ray.init()")
+    except Exception as error:
+        late = isinstance(error, WaitTimeout)
+        found = f"no answer within {_CONNECT_SECS:.0f} s" if late else str(error)
+        raise ServiceUnavailable(
+            f"Ray at {address!r}: expected a cluster that runs, found {found}; start one with ray "
+            "start, or give --address"
+        ) from error
+
+
+def _show(found: ServiceStatus) -> None:
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=found.directory)
+    for name in ("shard", "replica", "node", "pid", "step", "behind", "lag", "bytes", "health"):
+        table.add_column(name, justify="left" if name in ("node", "health") else "right")
+    for one in found.members:
+        shard = f"{one.member.shard} of {one.member.shards}"
+        table.add_row(shard, str(one.member.replica), *_cells(one))
+    console = rich.console.Console()
+    console.print(table)
+    console.print(f"newest committed step: {_text(found.newest_step)}")
+    console.print(f"compaction: {found.compactor or 'none'}")
+
+
+def _cells(one: MemberStatus) -> list[str]:
+    said = one.found
+    if said is None:
+        return ["", "", "", "", "", "", one.problem]
+    behind = None
+    if one.step is not None and said.newest_step is not None:
+        behind = said.newest_step - one.step
+    lag = "-" if said.lag_secs is None else f"{said.lag_secs:.2f} s"
+    return [
+        said.node[:8],
+        str(said.pid),
+        _text(one.step),
+        _text(behind),
+        lag,
+        f"{said.nbytes:,}",
+        said.health,
+    ]
+
+
+def _text(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _plain(found: ServiceStatus) -> dict[str, Any]:
+    return {
+        "directory": found.directory,
+        "step": found.step,
+        "newest_step": found.newest_step,
+        "compactor": found.compactor,
+        "members": [
+            {
+                "shard": one.member.shard,
+                "shards": one.member.shards,
+                "replica": one.member.replica,
+                "problem": one.problem,
+                **(dataclasses.asdict(one.found) if one.found is not None else {}),
+                "step": one.step,
+            }
+            for one in found.members
+        ],
+    }

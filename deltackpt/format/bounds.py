@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the records of a save may say of each other, found out before memory is taken for it.
+
+Whoever can write to a directory can write records whose checksums are right. Readers take counts,
+shapes and names from them only after these checks: rows lie within their group, arrays are those
+of a known codec, a chunk is as long as its file. No I/O, no jax.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+from deltackpt import codecs
+from deltackpt.errors import Damaged, FormatTooNew, OptionError
+from deltackpt.format import blocks, manifest, records
+from deltackpt.format import names as layout
+from deltackpt.format.manifest import (
+    ArrayEntry,
+    Encoding,
+    FieldSpec,
+    GroupEntry,
+    KeyPath,
+    Layout,
+    Manifest,
+    Segment,
+    require,
+)
+from deltackpt.format.records import Unsound
+
+#: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
+_WIDE = (1024,)
+#: zstd makes at most a block of 128 KiB from four bytes.
+_MOST_RATIO = (128 << 10) // 4
+#: Shorter lists may have as many holes as they like; all others together at most that many places.
+_SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
+
+
+def check_head(head: Manifest, name: str) -> None:
+    """Checks what the manifest of process 0 says of the save as a whole.
+
+    Args:
+      head: the manifest.
+      name: how errors name it.
+
+    Raises:
+      Damaged: no save can be so.
+      FormatTooNew: it has codecs that are not known here.
+    """
+    try:
+        require(head.process == 0, "the manifest of process 0", head.process, "process")
+        _check_groups(head, name)
+        _check_tables(head)
+        groups = head.group_by_name
+        for part in head.parts:
+            _check_covers(part, head, groups)
+    except Unsound as error:
+        raise error.damage(name) from error
+    check_part(head, head, name)
+    if not head.parts and head.kind == "base":
+        _check_whole(head, name)
+
+
+def check_part(record: Manifest, head: Manifest, name: str) -> None:
+    """Checks what a manifest says of its process's part.
+
+    Args:
+      record: the manifest.
+      head: that of process 0, whose groups are those of all.
+      name: how errors name it.
+
+    Raises:
+      Damaged, FormatTooNew: as ``check_head``.
+    """
+    groups = head.group_by_name
+    tables = collections.Counter(table.group for table in head.tables)
+    for segment in record.segments:
+        try:
+            require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
+            group = groups[segment.group]
+            _check_fields(segment, group, name)
+            _check_rows(segment, group)
+            for encoding in segment.encodings:
+                _check_encoding(encoding, segment, tables[group.name])
+            _check_arrays(segment, group)
+        except Unsound as error:
+            raise error.within(f"segment {segment.name}").damage(name) from error
+
+
+def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], name: str) -> None:
+    """Checks the files of an array's chunks against what the manifest says of the array.
+
+    Args:
+      entry: the array.
+      chunk_bytes: of one of its chunks with its checksum, before any compression.
+      lengths: of the files that its digests name.
+      name: how errors name it.
+
+    Raises:
+      Damaged: there are others than its chunks, or they are shorter than what they should hold.
+    """
+    count = -(-entry.shape[0] // entry.chunk_rows)
+    if len(lengths) != count:
+        raise Damaged(name, f"digests of {count} chunks", f"{len(lengths)}")
+    for length in lengths:
+        check_chunk(entry, chunk_bytes, length, name)
+
+
+def check_chunk(entry: ArrayEntry, chunk_bytes: int, length: int, name: str) -> None:
+    """Checks that the file of a chunk is as long as what it should hold.
+
+    Args:
+      entry: the array.
+      chunk_bytes: of one of its chunks with its checksum, before any compression.
+      length: of the file.
+      name: how errors name it.
+
+    Raises:
+      Damaged: it is not.
+    """
+    if not entry.compressed and length != chunk_bytes:
+        raise Damaged(name, f"{chunk_bytes} bytes", f"{length} bytes")
+    if entry.compressed and length * _MOST_RATIO < chunk_bytes:
+        raise Damaged(name, f"a compressed chunk of {chunk_bytes} bytes", f"{length} bytes")
+
+
+def check_paths(target: Layout, name: str) -> None:
+    """Checks that key paths make up one tree of bounded size, where they are all that is known.
+
+    Args:
+      target: whose leaves are to be put at their key paths.
+      name: how errors name it.
+
+    Raises:
+      Damaged: a leaf stands within another one, or lists would be mostly holes.
+    """
+    paths = set(manifest.key_paths(target))
+    lengths: dict[KeyPath, int] = {}
+    for path in paths:
+        for depth, (kind, key) in enumerate(path):
+            above = path[:depth]
+            if above in paths:
+                found = f"{manifest.path_name(path)} within {manifest.path_name(above)}"
+                raise Damaged(name, "leaves side by side", found)
+            if kind == "seq" and isinstance(key, int) and key >= _SHORT_LIST:
+                lengths[above] = max(key, lengths.get(above, 0))
+    if (places := sum(lengths.values())) > _MOST_PLACES:
+        raise Damaged(name, f"lists of at most {_MOST_PLACES} places", f"{places}")
+
+
+def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.StoredArray]:
+    """The arrays that a segment must have, by name, but for rows beside their codes."""
+    found = {}
+    for field in segment.fields:
+        spec = segment.spec(group, field)
+        described = codecs.get(spec.codec).stored(spec.trailing, codecs.dtype_of(spec.dtype))
+        found |= {codecs.array_name(field, suffix): array for suffix, array in described.items()}
+    return found
+
+
+def _check_groups(head: Manifest, name: str) -> None:
+    names = [group.name for group in head.groups]
+    require(len({*names}) == len(names), "groups of different names", names, "groups")
+    for group in head.groups:
+        place = f"groups.{group.name}"
+        fields = [spec.name for spec in group.fields]
+        known = all(
+            field == blocks.VALUES or field.startswith(blocks.slot_field("")) for field in fields
+        )
+        require(
+            known and blocks.VALUES in fields and len({*fields}) == len(fields),
+            "the fields values and slot.<name>, each once",
+            fields,
+            f"{place}.fields",
+        )
+        require(0 < group.rows, "a row or more", group.rows, f"{place}.rows")
+        row_bytes = 0
+        for spec in group.fields:
+            _check_spec(spec, name, f"{place}.{spec.name}")
+            itemsize = codecs.dtype_of(spec.dtype).itemsize
+            # A table has columns; a slot may have none.
+            row_bytes += max(1, math.prod(spec.trailing)) * itemsize
+        require(group.width > 0, "a column or more", group.width, f"{place}.{blocks.VALUES}")
+        nbytes = group.rows * row_bytes
+        require(nbytes <= manifest.MOST, f"at most {manifest.MOST} bytes", nbytes, place)
+
+
+def _check_spec(spec: FieldSpec, name: str, place: str) -> None:
+    require(spec.dtype in codecs.DTYPES, f"one of {sorted(codecs.DTYPES)}", spec.dtype, place)
+    require(len(spec.trailing) < manifest.MOST_AXES, "fewer axes", spec.trailing, place)
+    _check_codec(spec, name)
+
+
+def _check_codec(spec: FieldSpec, name: str) -> None:
+    if spec.codec not in codecs.names():
+        raise FormatTooNew(
+            f"{name}: expected codecs among {codecs.names()}, found {[spec.codec]}; "
+            "install the newer deltackpt that wrote it"
+        )
+    try:
+        codecs.get(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
+    except OptionError as error:
+        raise Unsound(f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name) from error
+
+
+def _check_tables(head: Manifest) -> None:
+    groups = head.group_by_name
+    names = [table.name for table in head.tables]
+    require(len({*names}) == len(names), "tables of different names", names, "tables")
+    ends = dict.fromkeys(groups, 0)
+    for table in sorted(head.tables, key=lambda table: table.offset):
+        place = f"tables.{records.shown(table.name)}"
+        require(table.group in groups, f"a group of {sorted(groups)}", table.group, place)
+        end = ends[table.group]
+        require(table.offset == end, f"offset {end}", table.offset, place)
+        require(0 < table.rows, "a row or more", table.rows, place)
+        fields = {spec.name for spec in groups[table.group].fields}
+        require(table.leaves.keys() == fields, f"leaves {sorted(fields)}", [*table.leaves], place)
+        ends[table.group] = end + table.rows
+    for group in head.groups:
+        require(
+            ends[group.name] == group.rows, f"{group.rows} rows of {group.name}", ends[group.name]
+        )
+
+
+def _check_covers(part: manifest.Part, head: Manifest, groups: Mapping[str, GroupEntry]) -> None:
+    for cover in part.covers:
+        place = f"parts[{part.process}].covers"
+        require(cover.group in groups, f"a group of {sorted(groups)}", cover.group, place)
+        require(len(cover.tables) <= len(head.tables), "spans of tables", cover.tables, place)
+
+
+def _check_fields(segment: Segment, group: GroupEntry, name: str) -> None:
+    known = [spec.name for spec in group.fields]
+    fields = segment.fields
+    require(len({*fields}) == len(fields), "fields of different names", fields, "fields")
+    require({*fields} <= {*known}, f"fields among {known}", fields, "fields")
+    first, last = segment.columns
+    require(
+        first < last <= group.width,
+        f"columns within [0, {group.width})",
+        f"[{first}, {last})",
+        "columns",
+    )
+    for field in fields:
+        _check_codec(segment.spec(group, field), name)
+
+
+def _check_rows(segment: Segment, group: GroupEntry) -> None:
+    require(segment.count <= group.rows, f"at most {group.rows} rows", segment.count, "count")
+    if segment.ranges is not None:
+        end = segment.ranges[-1][1] if segment.ranges else 0
+        expected = f"ascending ranges within [0, {group.rows})"
+        require(end <= group.rows, expected, f"one up to {end}", "ranges")
+        held = sum(stop - start for start, stop in segment.ranges)
+        require(held == segment.count, f"{segment.count} rows", f"ranges of {held}", "ranges")
+
+
+def _check_encoding(encoding: Encoding, segment: Segment, tables: int) -> None:
+    place = f"encodings.{records.shown(encoding.field)}"
+    require(encoding.field in segment.fields, f"one of {segment.fields}", encoding.field, place)
+    for figures in (encoding.rows, encoding.squared_error, encoding.squared_norm):
+        require(len(figures) == tables, f"figures of {tables} tables", len(figures), place)
+        # Sums of squares that are no numbers are allowed: a loss of NaN is no damage.
+        require(not any(figure < 0 for figure in figures), "figures of 0 or more", figures, place)
+
+
+def _check_arrays(segment: Segment, group: GroupEntry) -> None:
+    entries = {entry.name: entry for entry in segment.arrays}
+    require(len(entries) == len(segment.arrays), "arrays of different names", [*entries], "arrays")
+    expected = stored_arrays(group, segment)
+    for name, array in expected.items():
+        require(name in entries, f"an array {name}", "none in the manifest")
+        _check_array(
+            entries[name], (segment.count, *array.trailing), (array.dtype.name,), array.byte_planes
+        )
+    if segment.ranges is None:
+        require(layout.GAPS in entries, f"an array {layout.GAPS}", "none in the manifest")
+        _check_array(entries[layout.GAPS], (segment.count,), ("uint32", "uint64"), False)
+    beside = dict(_beside(segment, group, entries))
+    for name, (shape, dtype) in beside.items():
+        _check_array(entries[name], shape, (dtype,), False)
+    known = {*expected, *beside, *([] if segment.ranges is not None else [layout.GAPS])}
+    require(entries.keys() <= known, f"arrays {sorted(known)}", sorted(entries), "arrays")
+
+
+def _beside(
+    segment: Segment, group: GroupEntry, entries: Mapping[str, ArrayEntry]
+) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    """Rows beside their codes, and their positions, where there are any: shape and dtype."""
+    for field in segment.fields:
+        spec = segment.spec(group, field)
+        if codecs.get(spec.codec).lossless:
+            continue
+        rows, at = (
+            codecs.array_name(field, suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)
+        )
+        require((rows in entries) == (at in entries), f"both {rows} and {at}, or none", "one")
+        if at in entries:
+            count = entries[at].shape[0]
+            require(count <= segment.count, f"at most {segment.count} rows", count, rows)
+            stored = codecs.stored_dtype(codecs.dtype_of(spec.dtype))
+            yield rows, ((count, *spec.trailing), stored.name)
+            yield at, ((count,), "int64")
+
+
+def _check_array(
+    entry: ArrayEntry, shape: tuple[int, ...], dtypes: tuple[str, ...], byte_planes: bool
+) -> None:
+    place = f"arrays.{entry.name}"
+    require(entry.shape == shape, f"shape {shape}", f"shape {entry.shape}", place)
+    require(entry.dtype in dtypes, f"dtype {' or '.join(dtypes)}", entry.dtype, place)
+    require(entry.byte_planes == byte_planes, f"byte_planes {byte_planes}", "another", place)
+
+
+def _check_whole(head: Manifest, name: str) -> None:
+    """Checks that the one part of a base has as many cells of each field as its group."""
+    for group in head.groups:
+        for spec in group.fields:
+            whole = group.columns(spec) or (0, 1)
+            held = 0
+            for segment in head.segments:
+                if segment.group == group.name and spec.name in segment.fields:
+                    split = group.columns(spec) is not None
+                    first, last = segment.columns if split else whole
+                    held += segment.count * (last - first)
+            cells = group.rows * (whole[1] - whole[0])
+            if held < cells:
+                expected = f"all {group.rows} rows of {group.name}.{spec.name}"
+                raise Damaged(name, expected, f"{held} of {cells} cells")
+            if held > cells:
+                expected = f"each row in one segment of {group.name}.{spec.name}"
+                raise Damaged(name, expected, f"{held} cells of {cells}")

@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a save holds: frozen records and their bytes. No I/O, no jax.
+
+What they mean is specified in ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import urllib.parse
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import google_crc32c
+import numpy as np
+
+from deltackpt.errors import FormatTooNew
+from deltackpt.format import blocks, records
+from deltackpt.format.blocks import VALUES
+from deltackpt.format.records import FORMAT_VERSION as FORMAT_VERSION
+from deltackpt.format.records import Unsound
+
+_MAGIC = "deltackpt.manifest"
+#: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts"})
+#: Needed by what is not stored ``raw``: rows may stand beside their codes.
+ENCODINGS = "encodings"
+#: Needed by what several processes wrote: only process 0's manifest says what the tables are.
+PARTS = "parts"
+
+#: Core dtypes of Zarr v3, which hold all others.
+STORED_DTYPES = frozenset(
+    (
+        "bool",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+#: Steps, rows and bytes are counted by signed numbers of 64 bits.
+MOST = (1 << 63) - 1
+_PATH_KINDS = ("dict", "seq", "attr", "flat")
+#: Most axes of an array, as numpy has it.
+MOST_AXES = 32
+#: Most bytes of a name that is, or becomes, a component of a path.
+_NAME_BYTES = 255
+
+Kind = Literal["base", "delta"]
+#: One typed step of a key path: ("dict", key), ("seq", index), ("attr", name) or ("flat", index).
+KeyEntry = tuple[str, str | int]
+KeyPath = tuple[KeyEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class SaveId:
+    """Identity of one save: no two saves ever share one."""
+
+    run: str
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.run[:8]}/{self.step}/{self.attempt}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParentRef:
+    """The parent of a delta, and the name of its step directory beside the delta's own."""
+
+    save_id: SaveId
+    step_dir: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseRef:
+    """A compacted base: the save that it stands for, and the bytes of its arrays."""
+
+    save_id: SaveId
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """One field of a group: ``values`` or ``slot.<name>``.
+
+    ``trailing`` is the shape of one row; ``always`` fields are written whole in every delta.
+    ``codec`` is the one planned for a save; a segment may have another: ``Segment.spec``.
+    """
+
+    name: str
+    trailing: tuple[int, ...]
+    dtype: str
+    codec: str = "raw"
+    always: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupEntry:
+    """Tables of equal fields, laid end to end; ``rows`` is the length of the virtual table."""
+
+    name: str
+    rows: int
+    fields: tuple[FieldSpec, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns of the tables."""
+        return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)
+
+    def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
+        """All columns of a field; None where it is not as wide as the tables: it is never split."""
+        return (0, self.width) if width(spec.trailing) == self.width else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableEntry:
+    """One table: where its leaf and its slots' leaves stand in the state, and in its group.
+
+    ``leaves`` maps a field name to the key path of its leaf; a leaf of a field with trailing
+    shape t has shape (rows, *t).
+    """
+
+    name: str
+    group: str
+    offset: int
+    rows: int
+    leaves: dict[str, KeyPath]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayEntry:
+    """One stored Zarr array: its shape is the truth, not that of ``zarr.json``.
+
+    ``chunk_rows`` rows of the first axis make a chunk; other axes are not split. ``zstd`` and
+    ``byte_planes`` arrays are compressed, the latter with their last axis first; others can be
+    read straight from their chunk files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_rows: int
+    zstd: bool = False
+    byte_planes: bool = False
+
+    @property
+    def compressed(self) -> bool:
+        """Whether a chunk's file holds something else than the bytes of its rows."""
+        return self.zstd or self.byte_planes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, before any compression."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How one field of a segment was stored, and what that changed.
+
+    Attributes:
+      field: the field.
+      codec: the codec that was used in the end.
+      reason: why this one, for people.
+      nbytes: bytes of its stored arrays, checksums and compression included.
+      rows: rows of each table of the group, in the order of their offsets.
+      squared_error: likewise the sum of the squares of what decoding changes; 0 where lossless.
+      squared_norm: likewise the sum of the squares of the rows; 0 where lossless. Rows that are
+        stored beside their codes count in neither.
+    """
+
+    field: str
+    codec: str
+    reason: str
+    nbytes: int
+    rows: tuple[int, ...]
+    squared_error: tuple[float, ...]
+    squared_norm: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Rows of one group that a part holds, with the same fields for each.
+
+    ``columns`` is what it holds of the fields that are as wide as the tables; others are whole.
+
+    Either ``ranges`` lists the virtual rows as half-open ranges in ascending order, or it is
+    None and the array ``rows.gaps`` holds them. ``count`` is the number of rows. Segments lie in
+    the part's directory under ``name``.
+    """
+
+    name: str
+    group: str
+    columns: tuple[int, int]
+    count: int
+    ranges: tuple[tuple[int, int], ...] | None
+    fields: tuple[str, ...]
+    arrays: tuple[ArrayEntry, ...]
+    encodings: tuple[Encoding, ...] = ()
+
+    def spec(self, group: GroupEntry, field: str) -> FieldSpec:
+        """A field's spec as this segment has it: its columns, and the codec that was used."""
+        planned = next(spec for spec in group.fields if spec.name == field)
+        used = {encoding.field: encoding.codec for encoding in self.encodings}
+        trailing = planned.trailing
+        if trailing and group.columns(planned) is not None:
+            trailing = (self.columns[1] - self.columns[0], *trailing[1:])
+        return dataclasses.replace(planned, trailing=trailing, codec=used.get(field, planned.codec))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseLeaf:
+    """A leaf that is neither table nor slot: its key path in the state and its dense item key."""
+
+    path: KeyPath
+    key: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tables, their groups and the dense leaves of one state; equal for equal states.
+
+    Codecs are not part of it: each save plans its own.
+
+    Attributes:
+      groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
+      tables: the tables in the order of their names.
+      dense: every leaf that is neither table nor slot nor TouchState.
+      tracking_paths: where TouchStates stand; they are never saved.
+    """
+
+    groups: tuple[GroupEntry, ...]
+    tables: tuple[TableEntry, ...]
+    dense: tuple[DenseLeaf, ...]
+    tracking_paths: tuple[KeyPath, ...]
+
+    def has_rows_of(self, other: Layout) -> bool:
+        """Whether the tables and slots of another layout are those of this one, by their names.
+
+        The types of the containers around them may differ: a state that was imported as plain
+        dicts is restored into a ``TrainState``.
+        """
+        return self.groups == other.groups and [_table_by_name(table) for table in self.tables] == [
+            _table_by_name(table) for table in other.tables
+        ]
+
+
+def _table_by_name(table: TableEntry) -> tuple[Any, ...]:
+    leaves = {field: path_name(path) for field, path in table.leaves.items()}
+    return table.name, table.group, table.offset, table.rows, leaves
+
+
+#: A share of the rows of each table is counted in these.
+WHOLE_SHARE = 1 << 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cover:
+    """Where the rows of a part lie in one group: no others are in it, not all of them need be.
+
+    Its size does not grow with the number of tables where a mesh shards them all alike.
+
+    Attributes:
+      group: the group.
+      tables: spans of the tables that it has rows of, numbered in the order of their offsets.
+      share: of each of these tables, the rows from ``share[0]`` to ``share[1]``, in units of
+        ``rows / WHOLE_SHARE``.
+      columns: of the fields that are as wide as the table.
+    """
+
+    group: str
+    tables: tuple[tuple[int, int], ...]
+    share: tuple[int, int]
+    columns: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What process 0 says of the part of another process, or of its own.
+
+    Attributes:
+      process: which.
+      crc32c: CRC32C of the bytes of its manifest; 0 in process 0's own.
+      nbytes: bytes of its arrays, before any compression.
+      covers: where its rows lie.
+    """
+
+    process: int
+    crc32c: int
+    nbytes: int
+    covers: tuple[Cover, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one process wrote of one save.
+
+    Where there are several, that of process 0 comes last and speaks for all: ``groups``,
+    ``tables``, ``dense`` and ``tracking_paths`` are in it alone.
+    """
+
+    kind: Kind
+    save_id: SaveId
+    parent: ParentRef | None
+    reason: str
+    process: int
+    process_count: int
+    groups: tuple[GroupEntry, ...]
+    tables: tuple[TableEntry, ...]
+    segments: tuple[Segment, ...]
+    dense: tuple[DenseLeaf, ...] = ()
+    tracking_paths: tuple[KeyPath, ...] = ()
+    #: Which digest files were promised: "item", and "step" under our own commit.
+    digests: tuple[str, ...] = ("item",)
+    #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
+    item_digests_crc32c: int = 0
+    writers: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: How often the run had been restored before, itself included.
+    restores: int = 0
+    #: The newest compacted base that process 0 knew of when it wrote this.
+    compacted: BaseRef | None = None
+    features: tuple[str, ...] = ()
+    #: CRC32C of what the process takes the tables to be, and of the codecs that it planned.
+    plan_crc32c: int = 0
+    #: Group to how many cells of all fields it writes in a base; nothing where it writes none.
+    owned_cells: dict[str, int] = dataclasses.field(default_factory=dict)
+    covers: tuple[Cover, ...] = ()
+    #: What was touched of the rows whose stamps other processes hold too; of parts but process 0's.
+    shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Every part, by process; in the manifest of process 0, where there are several.
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
+        return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
+
+    @property
+    def group_by_name(self) -> dict[str, GroupEntry]:
+        """Groups by name."""
+        return {group.name: group for group in self.groups}
+
+
+def cover(
+    group: GroupEntry,
+    tables: Iterable[TableEntry],
+    rows: range | blocks.Ranges,
+    columns: Iterable[tuple[int, int]],
+) -> Cover:
+    """The cover of some virtual rows, at least one, and columns of a group."""
+    held, low, high = [], WHOLE_SHARE, 0
+    for number, table in enumerate(members(group, tables)):
+        part = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
+        if len(part):
+            spans = blocks.spans_of(part)
+            first, last = spans[0][0] - table.offset, spans[-1][1] - table.offset
+            low = min(low, first * WHOLE_SHARE // table.rows)
+            high = max(high, -(-last * WHOLE_SHARE // table.rows))
+            held.append((number, number + 1))
+    spans = list(columns)
+    return Cover(
+        group=group.name,
+        tables=blocks.joined(held),
+        share=(low, high),
+        columns=(min(first for first, _ in spans), max(last for _, last in spans)),
+    )
+
+
+def path_name(path: KeyPath) -> str:
+    """A path as text: its steps joined with '/'."""
+    return "/".join(str(step) for _, step in path)
+
+
+def width(trailing: tuple[int, ...]) -> int:
+    """Columns of a field: the length of its second axis, 1 where it has none."""
+    return trailing[0] if trailing else 1
+
+
+def plan_crc32c(record: Manifest) -> int:
+    """CRC32C of what all processes must agree on: tables, groups, codecs, dense leaves."""
+    plan = dataclasses.asdict(record)
+    names = ("groups", "tables", "dense", "tracking_paths")
+    return google_crc32c.value(records.packed({name: plan[name] for name in names}))
+
+
+def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
+    """A group's tables in the order of their offsets, which is that of ``Encoding``'s figures."""
+    return sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
+
+
+def to_bytes(record: Any, magic: str = _MAGIC) -> bytes:
+    """Encodes a record of this module (or a dataclass like them) with its checksum."""
+    return records.to_bytes(record, magic)
+
+
+def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = _MAGIC) -> Any:
+    """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
+
+    Raises:
+      Damaged: the bytes are truncated, altered or not a record of this kind; or it says what no
+        such record can.
+      FormatTooNew: a later version wrote it, or it needs a feature unknown here.
+    """
+    fields = records.body_of(data, name=name, magic=magic)
+    try:
+        if cls is Manifest:
+            _check_features(fields, name)
+        record = records.built(cls, fields)
+        if isinstance(record, Manifest):
+            _check(record)
+    except Unsound as error:
+        raise error.damage(name) from error
+    return record
+
+
+def _check_features(fields: dict[str, Any], name: str) -> None:
+    features = fields.get("features", [])
+    if type(features) is not list or not all(type(feature) is str for feature in features):
+        raise Unsound("names of features", features, "features")
+    if unknown := set(features) - KNOWN_FEATURES:
+        raise FormatTooNew(
+            f"{name}: needs features {sorted(unknown)}, unknown to this deltackpt; "
+            "install a newer deltackpt"
+        )
+
+
+def require(holds: bool, expected: str, found: object, place: str = "") -> None:
+    """Checks something that a record says.
+
+    Raises:
+      Unsound: it does not hold.
+    """
+    if not holds:
+        raise Unsound(expected, found, place)
+
+
+def is_name(name: str) -> bool:
+    """Whether a text is one component of a path: no name of a record leads out of its save."""
+    return (
+        0 < len(name.encode()) <= _NAME_BYTES
+        and name not in (".", "..")
+        and not {"/", "\0"}.intersection(name)
+    )
+
+
+def _check(record: Manifest) -> None:
+    """Checks what a manifest says by itself; ``bounds`` checks it against its groups.
+
+    Raises:
+      Unsound: it cannot be.
+    """
+    ids = [("save_id", record.save_id)]
+    if record.parent is not None:
+        ids.append(("parent.save_id", record.parent.save_id))
+        directory = record.parent.step_dir
+        require(is_name(directory), "the name of a directory", directory, "parent.step_dir")
+    for place, save_id in ids:
+        require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
+        require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+    process, count = record.process, record.process_count
+    require(process < count, f"a process below {count}", process, "process")
+    for path in key_paths(record):
+        require(all(_is_key(*entry) for entry in path), "a key path", path)
+    for number, segment in enumerate(record.segments):
+        try:
+            _check_segment(segment)
+        except Unsound as error:
+            raise error.within(f"segments[{number}]") from None
+
+
+def key_paths(record: Manifest | Layout) -> Iterator[KeyPath]:
+    """Where everything that a record names stands in the state."""
+    for table in record.tables:
+        yield from table.leaves.values()
+    for leaf in record.dense:
+        yield leaf.path
+    yield from record.tracking_paths
+
+
+def _is_key(kind: str, key: str | int) -> bool:
+    if kind == "seq":
+        return type(key) is int and key >= 0
+    return kind in _PATH_KINDS
+
+
+def _check_segment(segment: Segment) -> None:
+    require(is_name(segment.name), "the name of a directory", segment.name, "name")
+    require(segment.count <= MOST, f"at most {MOST}", segment.count, "count")
+    if segment.ranges is not None:
+        bounds = [bound for span in segment.ranges for bound in span]
+        require(bounds == sorted(bounds), "ascending ranges", segment.ranges, "ranges")
+    for entry in segment.arrays:
+        try:
+            _check_array(entry)
+        except Unsound as error:
+            raise error.within(f"arrays.{records.shown(entry.name)}") from None
+
+
+def _check_array(entry: ArrayEntry) -> None:
+    directory = urllib.parse.quote(entry.name, safe="")
+    require(is_name(directory), "the name of a directory", entry.name, "name")
+    require(entry.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", entry.dtype, "dtype")
+    require(0 < len(entry.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", entry.shape, "shape")
+    require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
+    # A chunk may have room for more rows than there are.
+    rows = max(entry.chunk_rows, entry.shape[0])
+    nbytes = math.prod((rows, *entry.shape[1:])) * np.dtype(entry.dtype).itemsize
+    require(nbytes <= MOST and rows <= MOST, f"at most {MOST} bytes", entry.shape, "shape")

@@ -1,0 +1,657 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory as a whole: opening it, its lease, its steps, rollback and collection.
+
+The lease is a file per epoch, ``lease.<epoch>.msgpack``, whose name is made with ``O_EXCL``: of
+two trainers that start at the same moment one gets the epoch and the other the next. The newest
+epoch holds the lease, so a restart after SIGKILL takes over at once and never waits for a dead
+holder; an older holder that still runs is fenced at its next commit. The name is the claim, its
+contents say who made it: a claim that was cut before they were written still counts.
+
+Epochs alone do not tell directories apart: a backup has the same ones. So a path is resolved once,
+at opening; a holder keeps the directory open, which pins its inode, and before every commit looks
+whether that very directory still stands under its path, and whether the lease in it is its own.
+
+What a root promises of commit, durability and lease:
+
+- A local POSIX file system (ext4, XFS, Btrfs, tmpfs): a step appears by one atomic ``rename`` and
+  is durable once the root has been forced to disk; the lease is exclusive.
+- A network file system (NFS 3 and later, Lustre, CephFS): the same, as far as its server keeps
+  ``rename``, ``fsync`` and ``O_EXCL``. Other machines see names as late as their attribute caches
+  allow, so an older holder may be fenced that much later.
+- Everywhere: the check and the rename are two calls. A trainer that stops between them for longer
+  than another needs to start may still add one whole step; it replaces none.
+- Object stores and every other scheme are refused: a rename there is not atomic.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from deltackpt.errors import (
+    Damaged,
+    FencedError,
+    ForeignDirectory,
+    FormatTooNew,
+    InUse,
+    OptionError,
+    RestoreError,
+    StorageError,
+    UnsupportedRoot,
+)
+from deltackpt.format import chain, manifest
+from deltackpt.format import names as layout
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.reading import saves as stored
+from deltackpt.storage import files
+from deltackpt.storage.digests import check_step_files
+
+# One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
+_LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
+_MAGIC = "deltackpt.lease"
+#: The end of the year 9999: no clock shows a later time.
+_MOST_SECS = 253_402_300_800
+#: Orbax 0.12.8 looks for the parts of its dense files by a glob of the whole path.
+_PATTERN = frozenset("*?[")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Who holds a directory, since when (seconds since 1970)."""
+
+    epoch: int
+    holder: str
+    host: str
+    pid: int
+    since_secs: float
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether a process of its number runs; None where it is that of another host."""
+        if self.host != socket.gethostname():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # It is another user's.
+        return True
+
+
+class Root:
+    """One checkpoint directory, open for a trainer or read-only."""
+
+    def __init__(self, path: Path, item: str, lease: Lease | None, *, given: Path | None = None):
+        """Made by ``Root.open``; ``given`` is the path before links in it were followed."""
+        self.path = path
+        self.given = given or path
+        self._item = item
+        self._lease = lease
+        #: Whether the file of the lease says who holds it.
+        self._signed = False
+        if lease is not None:
+            with files.typed_errors(path, "be opened"):
+                descriptor = os.open(path, os.O_RDONLY)
+            # While it is open, no other directory can have its inode.
+            self._unpin = weakref.finalize(self, os.close, descriptor)
+            self._place = os.fstat(descriptor)
+        self._known: dict[str, SaveInfo] = {}
+        self._bases: dict[tuple[str, int], SaveInfo] = {}
+        #: The training thread asks about saves, and the collector does.
+        self._lock = threading.Lock()
+        self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._collected.set_result(None)
+        self._collector = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-collect")
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        item: str = layout.EMBEDDINGS_ITEM,
+        read_only: bool = False,
+        after_epoch: int | None = None,
+    ) -> Root:
+        """Opens a directory; a trainer makes it where needed, and takes its lease.
+
+        Of several processes one takes the lease for all; the others open it read-only.
+
+        Args:
+          directory: a path of a local or network file system.
+          item: name of our item in a step.
+          read_only: no lease, nothing is made or removed.
+          after_epoch: take the lease only after this epoch, and from nobody else.
+
+        Raises:
+          InUse: another epoch than ``after_epoch`` holds the lease.
+          UnsupportedRoot: the path has a scheme, or characters that Orbax cannot save under.
+          ForeignDirectory: it holds files, and nothing that deltackpt or Orbax wrote; or, where it
+            is not opened read-only, its newest step has no item of that name.
+          OutOfSpace: there is no room for the lease, leftovers removed.
+          StorageError: it does not exist (read-only), or cannot be written.
+        """
+        scheme = _SCHEME.match(os.fspath(directory))
+        if scheme is not None:
+            raise UnsupportedRoot(
+                f"{os.fspath(directory)}: expected a path of a file system, found the scheme "
+                f"{scheme[1]!r}, which deltackpt does not commit on; mount it, or save to a local "
+                "directory and copy whole chains"
+            )
+        given = Path(directory).absolute()
+        path = Path(os.path.realpath(given))
+        if read_only:
+            if not path.is_dir():
+                raise StorageError(
+                    f"{path}: expected a directory to read, found none; check the path"
+                )
+            _refuse_foreign(path)
+            return cls(path, item, None, given=given)
+        if found := sorted(set(str(path)) & _PATTERN):
+            raise UnsupportedRoot(
+                f"{path}: expected a path without any of {sorted(_PATTERN)}, found {found}: Orbax "
+                "takes them for patterns and would commit steps whose dense leaves nobody can "
+                "read; give another path"
+            )
+        _make_durable(path)
+        _refuse_foreign(path)
+        _refuse_other_item(path, item)
+        root = cls(path, item, _claim_lease(path, after_epoch), given=given)
+        # Before the claim is signed: on a full file system the leftovers are what fills it.
+        root.remove_leftovers()
+        root._sign_lease()
+        return root
+
+    def step_dir(self, step: int) -> Path:
+        """Where a step stands once it is committed."""
+        return self.path / str(step)
+
+    def steps(self) -> list[int]:
+        """Committed steps, in no order: one listing of the root."""
+        numbers = map(layout.step_number, _listing(self.path))
+        return [number for number in numbers if number is not None]
+
+    def newest_step(self) -> int | None:
+        """Newest committed step, None where there is none."""
+        return max(self.steps(), default=None)
+
+    def saves(self) -> dict[int, SaveInfo | None]:
+        """What each committed step is; None where its manifest cannot be read.
+
+        Committed steps never change, so each is read once.
+        """
+        with self._lock:
+            steps = {str(step): step for step in self.steps()}
+            self._known = {name: info for name, info in self._known.items() if name in steps}
+            found: dict[int, SaveInfo | None] = {}
+            for name, step in steps.items():
+                if name not in self._known:
+                    # Removed while it is read, or damaged: it stays unknown.
+                    with contextlib.suppress(RestoreError, OSError):
+                        self._known[name] = stored.read_save(self.path / name, self._item).info
+                found[step] = self._known.get(name)
+            return found
+
+    def compacted(self) -> frozenset[SaveId]:
+        """Saves for which a compacted base stands whose manifest can be read."""
+        return frozenset(info.save_id for info in self._compacted().values())
+
+    def _compacted(self) -> dict[str, SaveInfo]:
+        """Compacted bases by the names of their steps; each is read once."""
+        with self._lock:
+            bases = stored.compacted_bases(self.path, self._item)
+            self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
+            for key in bases.items():
+                if key not in self._bases:
+                    with contextlib.suppress(RestoreError, OSError):
+                        found = stored.read_base(self.path / key[0], self._item)
+                        self._bases[key] = found.info
+            return {name: info for (name, _), info in self._bases.items()}
+
+    def check_step_files(self, step_dir: Path, share: tuple[int, int] = (0, 1)) -> None:
+        """Checks the files of a step that carry no checksum of their own, dense ones included.
+
+        Args:
+          step_dir: the step.
+          share: ``(i, n)`` checks the i-th of n parts of them, which make up all.
+
+        Raises:
+          Damaged: the first that is missing or altered.
+        """
+        record = stored.read_save(step_dir, self._item).head
+        if "step" not in record.digests:
+            return
+        for damage in check_step_files(step_dir, share):
+            raise damage
+
+    def newest_lease(self) -> Lease | None:
+        """The lease of the newest epoch; None where nobody ever took one.
+
+        Raises:
+          Damaged: it was not signed, or is altered.
+        """
+        newest = max(epochs(self.path), default=None)
+        return None if newest is None else read_lease(self.path / layout.lease_name(newest))
+
+    def check_lease(self) -> None:
+        """Checks that the directory is still the one that was opened, and its lease still ours.
+
+        Called before every commit.
+
+        Raises:
+          FencedError: a newer trainer holds it, or another directory stands in its place.
+          StorageError: nothing stands there any more, or it cannot be read.
+        """
+        if self._lease is None:
+            return
+        self._check_place(self._lease)
+        newest = max(epochs(self.path), default=0)
+        if newest == self._lease.epoch:
+            if not self._signed:
+                return
+            with contextlib.suppress(Damaged, FormatTooNew):
+                found = read_lease(self.path / layout.lease_name(newest))
+                if found.holder == self._lease.holder:
+                    return
+        raise self._fenced(_holder(self.path, newest, self._lease.epoch))
+
+    def _check_place(self, lease: Lease) -> None:
+        """Checks that the directory that was opened stands where it did."""
+        try:
+            stands = os.path.samestat(os.stat(self.path), self._place)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path}: expected to find the directory where it was opened, found "
+                f"{os.strerror(error.errno or 0)}; it was moved or removed: move it back and save "
+                "again, or stop this trainer and open it where it is now"
+            ) from error
+        if not stands:
+            newest = max(epochs(self.path), default=0)
+            held = _holder(self.path, newest, lease.epoch)
+            raise self._fenced(f"another directory in its place, with {held}")
+        # A link that is gone leads to no other directory: it may be about to be made anew.
+        with contextlib.suppress(OSError):
+            if not os.path.samestat(os.stat(self.given), self._place):
+                raise self._fenced(f"that {self.given}, which led to it, leads elsewhere now")
+
+    def _fenced(self, found: str) -> FencedError:
+        assert self._lease is not None
+        return FencedError(
+            f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, holder "
+            f"{self._lease.holder[:8]}, taken {_utc(self._lease.since_secs)}), found {found}; stop "
+            "this trainer, its later steps are not committed"
+        )
+
+    def roll_back(self, step: int, run: str) -> list[int]:
+        """Moves every step after ``step`` aside, durably, with a warning.
+
+        Newer steps move first, so that at every moment what stays is closed under parents.
+
+        Args:
+          step: the step that training goes on from.
+          run: id of the run that goes on.
+
+        Returns:
+          The steps that were moved.
+        """
+        later = sorted((found for found in self.steps() if found > step), reverse=True)
+        if not later or self._lease is None:
+            return []
+        self.check_lease()
+        aside = self.path / layout.ROLLED_BACK / run
+        with files.typed_errors(aside, "make a directory"):
+            aside.mkdir(parents=True, exist_ok=True)
+            files.fsync_path(aside.parent)
+        for found in later:
+            # A trainer that has lost the directory must not move the steps of its successor.
+            self.check_lease()
+            files.rename(self.step_dir(found), aside / str(found), fsync=True)
+            with self._lock:
+                self._known.pop(str(found), None)
+        self._move_bases_aside(step, aside)
+        warnings.warn(
+            f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
+            f"to {layout.ROLLED_BACK}/{run}",
+            stacklevel=4,
+        )
+        return later
+
+    def _move_bases_aside(self, step: int, aside: Path) -> None:
+        """Compacted bases of later steps go with these, so that they stay whole."""
+        bases = stored.compacted_bases(self.path, self._item)
+        for name in bases:
+            number = layout.step_number(name)
+            if number is not None and number > step:
+                target = layout.compacted_dir(aside / name, self._item)
+                with files.typed_errors(target, "make a directory"):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                files.rename(
+                    layout.compacted_dir(self.step_dir(number), self._item), target, fsync=True
+                )
+
+    def remove_leftovers(self) -> None:
+        """Removes what cut saves and cut deletions left; nothing unless the lease is held.
+
+        To another trainer's holder these are no leftovers but its save in flight.
+        """
+        if self._lease is None:
+            return
+        try:
+            self.check_lease()
+        except (FencedError, StorageError):
+            return
+        for name in _listing(self.path):
+            if is_leftover(name):
+                # Never committed, so nobody reads it; removing it in place works on a full disk.
+                files.remove_tree(self.path / name)
+        self.empty_trash()
+        for emptied in self.path.glob(f"{layout.TRASH}/*"):
+            files.remove_tree(emptied)
+
+    def remove_steps(self, steps: Collection[int]) -> None:
+        """Removes committed steps by renaming them, newest first; what is lost to others stays.
+
+        At every moment what is listed is closed under parents: a cut leaves only what restores.
+
+        Args:
+          steps: such that no step that stays needs one of them.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        if self._lease is None or not steps:
+            return
+        trash = self.path / self.new_trash()
+        with files.typed_errors(trash, "make a directory"):
+            trash.mkdir(parents=True)
+        with contextlib.suppress(FencedError):  # The next commit says so.
+            for step in sorted(steps, reverse=True):
+                # A trainer that has lost the directory must not remove its successor's steps.
+                self.check_lease()
+                if self.step_dir(step).is_dir():
+                    files.rename(self.step_dir(step), trash / str(step), fsync=False)
+
+    def new_trash(self) -> str:
+        """A fresh place below the root, by its relative name, to rename removed steps into."""
+        return f"{layout.TRASH}/{uuid.uuid4().hex}"
+
+    def empty_trash(self) -> None:
+        """Removes the steps that were renamed for deletion.
+
+        The renames are on disk before anything in them goes: a power cut leaves a step whole
+        or gone.
+        """
+        removed = list(self.path.glob(f"{layout.TRASH}/*/*"))
+        if removed:
+            with files.typed_errors(self.path / layout.TRASH, "force to disk"):
+                for folder in {entry.parent for entry in removed}:
+                    files.fsync_path(folder)
+                files.fsync_path(self.path / layout.TRASH)
+                files.fsync_path(self.path)
+        for entry in removed:
+            files.remove_tree(entry)
+
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """Removes in the background what nothing needs; a failure surfaces at the next call.
+
+        That is what was renamed for deletion, and compacted bases in which no chain ends.
+
+        Args:
+          protected: saves in flight, and possible parents; ``Lineage.protected``.
+        """
+        if self._lease is not None and self._collected.done():
+            self._collected.result()
+            self._collected = self._collector.submit(self._collect, protected)
+
+    def _collect(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        bases = self._compacted()
+        if bases:
+            # Asked for after the bases were listed: a save that goes on from one of them is
+            # committed or in flight by now, or was not begun.
+            in_flight, saves = protected(), self.saves().values()
+            infos = [info for info in saves if info is not None]
+            if len(infos) == len(saves):
+                self._drop_bases(bases, infos, in_flight)
+        with contextlib.suppress(FencedError):
+            self.check_lease()
+            self.empty_trash()
+
+    def _drop_bases(
+        self,
+        bases: Mapping[str, SaveInfo],
+        infos: Sequence[SaveInfo],
+        in_flight: frozenset[SaveId],
+    ) -> None:
+        ids = {info.save_id for info in bases.values()}
+        needed = chain.needed_bases(infos, in_flight, ids)
+        dropped = [name for name, info in bases.items() if info.save_id not in needed]
+        if not dropped:
+            return
+        with contextlib.suppress(FencedError):
+            self.check_lease()
+            trash = self.path / self.new_trash()
+            with files.typed_errors(trash, "make a directory"):
+                trash.mkdir(parents=True)
+            for name in dropped:
+                base = layout.compacted_dir(self.path / name, self._item)
+                files.rename(base, trash / name, fsync=True)
+                with contextlib.suppress(OSError):  # Another item of the step has a base.
+                    base.parent.rmdir()
+
+    def close(self) -> None:
+        """Finishes deletions. The lease stays: the next trainer takes the next epoch."""
+        self._collector.shutdown()
+        self._collected.result()
+        if self._lease is not None:
+            try:
+                with contextlib.suppress(FencedError):
+                    self.check_lease()
+                    self.empty_trash()
+            finally:
+                self._unpin()
+
+    def _sign_lease(self) -> None:
+        """Writes who holds the lease into its file; half of it reads as a trainer that starts."""
+        assert self._lease is not None
+        path = self.path / layout.lease_name(self._lease.epoch)
+        with files.typed_errors(path, "write"), contextlib.suppress(FileNotFoundError):
+            # Without the file a newer trainer has taken the directory: the first commit says so.
+            with open(path, "r+b") as file:
+                file.write(manifest.to_bytes(self._lease, _MAGIC))
+                file.flush()
+                os.fsync(file.fileno())
+        self._signed = True
+
+
+def _listing(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: expected to list it, found {os.strerror(error.errno or 0)}; check the path, "
+            "its permissions and the file system"
+        ) from error
+
+
+def _make_durable(path: Path) -> None:
+    """Makes a directory and what is missing above it; their names are on disk afterwards."""
+    with files.typed_errors(path, "make a directory"):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            files.fsync_path(folder.parent)
+
+
+def _refuse_foreign(path: Path) -> None:
+    names = {name for name in _listing(path) if not name.startswith(".")}
+    if is_step_dir(path, names):
+        raise ForeignDirectory(
+            f"{path}: expected a directory of steps, found a step; give {path.parent}, and "
+            f"{path.name} as the step"
+        )
+    folders = [path, *(path / name for name in names if layout.step_number(name) is None)]
+    if any((folder / layout.PYTREE_METADATA).is_file() for folder in folders):
+        raise ForeignDirectory(
+            f"{path}: expected a directory of steps, found a checkpoint of stock Orbax; make it "
+            f"the first base of a directory of its own with 'deltackpt import {path} NEW_DIRECTORY "
+            "--tables PATTERN', and go on there"
+        )
+    if names and not any(is_known(name) for name in names):
+        raise ForeignDirectory(
+            f"{path}: expected an empty or a checkpoint directory, found "
+            f"{sorted(names)[:5]}; give the directory of the steps, or an empty one"
+        )
+
+
+def is_step_dir(path: Path, names: Iterable[str]) -> bool:
+    """Whether a directory, whose entries are given, is a step and no root of steps."""
+    return layout.STEP_DIGESTS in names or any(
+        (path / name / layout.manifest_name(0)).exists() for name in names if not is_known(name)
+    )
+
+
+def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> str:
+    """Name of our item in the steps of a directory: that of the newest step.
+
+    Args:
+      directory: root of the steps.
+      wanted: the name where the caller knows it; it is checked.
+
+    Returns:
+      The name; the default one where there is no step, or none of ours in it.
+
+    Raises:
+      OptionError: the newest step holds other items of ours, or several.
+      ForeignDirectory, StorageError, UnsupportedRoot: as ``Root.open`` read-only.
+    """
+    opened = Root.open(directory, read_only=True)
+    newest = opened.newest_step()
+    found: list[str] = []
+    if newest is not None:
+        step_dir = opened.step_dir(newest)
+        with files.typed_errors(step_dir, "read"):
+            paths = step_dir.glob(f"*/{layout.manifest_name(0)}")
+            found = sorted(path.parent.name for path in paths)
+    if wanted is None and len(found) < 2:
+        return found[0] if found else layout.EMBEDDINGS_ITEM
+    if wanted is not None and (not found or wanted in found):
+        return wanted
+    raise OptionError(
+        f"{opened.path}: expected one item that deltackpt wrote in step {newest}"
+        f"{'' if wanted is None else f', {wanted!r},'} found {found}; name one of them"
+    )
+
+
+def is_leftover(name: str) -> bool:
+    """Whether it is the name of a save that was cut off, or is under way."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def is_known(name: str) -> bool:
+    """Whether deltackpt, Orbax or mkfs makes such a name in a root."""
+    return (
+        name
+        in (
+            layout.ROLLED_BACK,
+            layout.TRASH,
+            layout.COMPACTED,
+            "lost+found",
+            layout.STEP_METADATA,
+        )
+        or layout.lease_epoch(name) is not None
+        or layout.step_number(name) is not None
+        or is_leftover(name)
+    )
+
+
+def _refuse_other_item(path: Path, item: str) -> None:
+    """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
+    steps = [name for name in _listing(path) if layout.step_number(name) is not None]
+    newest = path / max(steps, key=int, default="")
+    if steps and not (newest / item).is_dir() and stored.is_checkpoint(newest):
+        raise stored.foreign(newest, item)
+
+
+def epochs(path: Path) -> Iterator[int]:
+    """Epochs of the leases of a directory, in no order."""
+    for name in _listing(path):
+        epoch = layout.lease_epoch(name)
+        if epoch is not None:
+            yield epoch
+
+
+def _claim_lease(path: Path, after_epoch: int | None) -> Lease:
+    """Takes the epoch after the newest; its name is on disk afterwards, its contents are not."""
+    while True:
+        older = sorted(epochs(path))
+        newest = older[-1] if older else 0
+        if after_epoch not in (None, newest):
+            raise InUse(
+                f"{path}: expected its lease at epoch {after_epoch}, found epoch {newest}: a "
+                "trainer started meanwhile; it collects by itself"
+            )
+        lease = Lease(
+            epoch=newest + 1,
+            holder=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since_secs=time.time(),
+        )
+        with files.typed_errors(path / layout.lease_name(lease.epoch), "take the lease"):
+            try:
+                (path / layout.lease_name(lease.epoch)).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            files.fsync_path(path)
+        if max(epochs(path), default=0) > lease.epoch:
+            # The listing was old: a later epoch was taken, and removed the name of this one.
+            continue
+        with files.typed_errors(path, "remove older leases"):
+            for epoch in older:
+                (path / layout.lease_name(epoch)).unlink(missing_ok=True)
+        return lease
+
+
+def read_lease(path: Path) -> Lease:
+    """Reads who holds a directory from the file of the lease.
+
+    Raises:
+      Damaged: it was not signed, is altered, or says what no lease can.
+    """
+    lease = manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
+    if not 0 <= lease.since_secs < _MOST_SECS:
+        raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
+    return lease
+
+
+def _holder(path: Path, newest: int, own: int) -> str:
+    """What stands in the place of the lease of epoch ``own``."""
+    if newest < own:
+        return "its file removed, so that another trainer may hold the directory unseen"
+    try:
+        lease = read_lease(path / layout.lease_name(newest))
+    except FormatTooNew:
+        return f"epoch {newest} held by a trainer of a newer deltackpt"
+    except RestoreError:
+        return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
+    return (
+        f"epoch {newest} held by process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) "
+        f"since {_utc(lease.since_secs)}"
+    )
+
+
+def _utc(secs: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(secs))

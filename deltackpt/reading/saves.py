@@ -1,0 +1,687 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Committed saves as they stand on disk: their manifests, their chains, their arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import google_crc32c
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DeltackptError,
+    ForeignDirectory,
+    FormatTooNew,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+    TemplateMismatch,
+)
+from deltackpt.events import TableFigures
+from deltackpt.format import bounds, chain, manifest, names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import (
+    ArrayEntry,
+    Cover,
+    Encoding,
+    FieldSpec,
+    GroupEntry,
+    Layout,
+    Manifest,
+    SaveId,
+    Segment,
+    TableEntry,
+)
+from deltackpt.storage import arrays, files
+from deltackpt.storage import digests as integrity
+from deltackpt.storage.arrays import ChunkSums
+from deltackpt.storage.digests import Digest
+
+_GONE_CHECKS = 5
+_GONE_INTERVAL_SECS = 0.1
+#: How often a chain is sought anew beside trainers and compactors that go on replacing it.
+_MOST_CHAINS = 8
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredSave:
+    """A committed save, or the compacted base that stands for it.
+
+    Attributes:
+      info: what chains need to know of it; of a compacted base the save id is that of the save.
+      step_dir: its step directory, which may be gone where a compacted base stands for it.
+      item: name of our item.
+      item_dir: where its manifests and arrays are.
+      head: the manifest of process 0; the others are read when needed.
+    """
+
+    info: SaveInfo
+    step_dir: Path
+    item: str
+    item_dir: Path
+    head: Manifest
+
+    @property
+    def name(self) -> str:
+        """Where it is below the root."""
+        return self.item_dir.relative_to(self.step_dir.parent).as_posix()
+
+    @property
+    def compacted(self) -> bool:
+        """Whether it is a compacted base."""
+        return self.item_dir != self.step_dir / self.item
+
+    def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
+        """The parts with rows that are wanted, by process; all of them by default.
+
+        Args:
+          wanted: whether something that lies within a cover is wanted.
+
+        Raises:
+          Damaged: a manifest is missing, altered, or another one.
+        """
+        if not self.head.parts:
+            return [self._part(0)]
+        return [
+            self._part(part.process)
+            for part in self.head.parts
+            if wanted is None or any(map(wanted, part.covers))
+        ]
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """What every process wrote."""
+        return tuple(part.record for part in self.parts())
+
+    @functools.cached_property
+    def _read(self) -> dict[int, StoredPart]:
+        return {0: StoredPart(self.item_dir, self.head, self.head.group_by_name)}
+
+    def _part(self, process: int) -> StoredPart:
+        if process not in self._read:
+            name = names.manifest_name(process)
+            data = files.read_bytes(self.item_dir / name)
+            expected = self.head.parts[process].crc32c
+            if (found := google_crc32c.value(data)) != expected:
+                shown = f"{self.name}/{name}"
+                raise Damaged(shown, f"crc32c {expected:08x}", f"crc32c {found:08x}")
+            record = manifest.from_bytes(data, name=f"{self.name}/{name}")
+            if record.process != process:
+                shown = f"{self.name}/{name}"
+                raise Damaged(shown, f"the part of process {process}", f"that of {record.process}")
+            bounds.check_part(record, self.head, f"{self.name}/{name}")
+            self._read[process] = StoredPart(self.item_dir, record, self.head.group_by_name)
+        return self._read[process]
+
+    @property
+    def layout(self) -> Layout:
+        """Tables and groups of the save, whatever its codecs."""
+        first = self.head
+        plain = FieldSpec.codec
+        return Layout(
+            groups=tuple(
+                dataclasses.replace(
+                    group,
+                    fields=tuple(dataclasses.replace(spec, codec=plain) for spec in group.fields),
+                )
+                for group in first.groups
+            ),
+            tables=first.tables,
+            dense=first.dense,
+            tracking_paths=first.tracking_paths,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredPart:
+    """What one process wrote of a save.
+
+    Attributes:
+      item_dir: where the save's manifests and arrays are.
+      record: its manifest.
+      groups: the save's groups by name.
+    """
+
+    item_dir: Path
+    record: Manifest
+    groups: Mapping[str, GroupEntry]
+
+    @functools.cached_property
+    def checksums(self) -> dict[str, dict[str, ChunkSums]]:
+        """Directory of each array below the item's to its chunks' paths and checksums."""
+        return {
+            array: {chunk: ChunkSums(one.tail, one.blocks) for chunk, one in chunks.items()}
+            for array, chunks in self._digests.items()
+        }
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, dict[str, Digest]]:
+        """Directory of each array below the item's to its chunks' paths and digests."""
+        found: dict[str, dict[str, Digest]] = {}
+        digests = integrity.read_item_digests(self.item_dir, self.record)
+        for name in digests.files:
+            array, _, chunk = name.rpartition("/c/")
+            found.setdefault(array, {})[f"c/{chunk}"] = digests.digest(name)
+        return found
+
+    @functools.cached_property
+    def _sound(self) -> set[str]:
+        """Names of the segments that were checked."""
+        return set()
+
+    def directory(self, segment: Segment, entry: ArrayEntry) -> Path:
+        """Directory of a stored array."""
+        return names.array_dir(self.item_dir, self.record.process, segment.name, entry.name)
+
+    def check(self, segment: Segment) -> None:
+        """Checks that the files of a segment are as long as what its arrays should hold.
+
+        To be called before memory is taken for rows of it. The digests say how long all of them
+        are, and the first chunk of each array is asked for its own length.
+
+        Raises:
+          Damaged: they are not; the array is named.
+        """
+        if segment.name in self._sound:
+            return
+        for entry in segment.arrays:
+            directory = self.directory(segment, entry)
+            chunks = self._digests.get(directory.relative_to(self.item_dir).as_posix(), {})
+            nbytes, name = arrays.chunk_bytes(entry), files.object_name(directory, 5)
+            bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
+            if chunks:
+                path = arrays.chunk_path(directory, entry, 0)
+                shown = files.object_name(path, 7)
+                bounds.check_chunk(entry, nbytes, files.length(path, shown), shown)
+        self._sound.add(segment.name)
+
+    def read_array(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads rows of one stored array, every chunk verified to be the one written there."""
+        self.check(segment)
+        directory = self.directory(segment, entry)
+        name = directory.relative_to(self.item_dir).as_posix()
+        checksums = self.checksums.get(name, {})
+        arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
+
+
+def read_save(step_dir: Path, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
+    """Reads and checks the manifests of one step.
+
+    Raises:
+      StepNotFound: there is no such step directory.
+      ForeignDirectory: the step holds no item of ours.
+      Damaged: a manifest is missing, altered, or of another save.
+      FormatTooNew: it has codecs that are not known here.
+    """
+    item_dir = step_dir / item
+    if not step_dir.is_dir():
+        raise StepNotFound(
+            f"{step_dir}: expected a committed step, found no such directory; "
+            "list the steps with all_steps()"
+        )
+    if not item_dir.is_dir():
+        raise foreign(step_dir, item)
+    return _read_save(step_dir, item, item_dir)
+
+
+def foreign(step_dir: Path, item: str) -> ForeignDirectory:
+    """What is wrong with a step that has no item of ours by some name: what it holds instead."""
+    entries = _entries(step_dir)
+    found: object = [path.name for path in entries]
+    ours = _our_items(step_dir)
+    if ours:
+        found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
+        action = (
+            f"give the manager handlers={{{ours[0]!r}: Tables(...)}}, or what reads the steps item="
+            f"{ours[0]!r} (--item {ours[0]})"
+        )
+    elif _is_of_orbax(step_dir):
+        items = [path.name for path in entries if path.is_dir()]
+        found = f"a step of stock Orbax with the items {items}"
+        action = (
+            f"make it the first base of a directory of its own with 'deltackpt import "
+            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and go on there"
+        )
+    else:
+        action = (
+            "check the directory and the item's name, or restore it with the library that wrote it"
+        )
+    return ForeignDirectory(
+        f"{step_dir}: expected an item {item!r} written by deltackpt, found {found}; {action}"
+    )
+
+
+def is_checkpoint(step_dir: Path) -> bool:
+    """Whether a directory is a step of ours, by whatever name of the item, or of stock Orbax."""
+    return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
+
+
+def _our_items(step_dir: Path) -> list[str]:
+    found = _entries(step_dir)
+    return [path.name for path in found if (path / names.manifest_name(0)).is_file()]
+
+
+def _is_of_orbax(step_dir: Path) -> bool:
+    places = (step_dir, *_entries(step_dir))
+    return any((path / names.PYTREE_METADATA).is_file() for path in places)
+
+
+def _entries(step_dir: Path) -> list[Path]:
+    """What a step holds; nothing where it goes meanwhile, or is no directory."""
+    try:
+        return sorted(step_dir.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def read_compacted(
+    step_dir: Path, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM
+) -> StoredSave | None:
+    """Reads and checks the compacted base that stands for a save.
+
+    Args:
+      step_dir: directory of the save, which may be gone.
+      save_id: of the save; a base left by another save of the same step stands for nothing.
+      item: name of our item.
+
+    Returns:
+      The base; None where there is none.
+
+    Raises:
+      Damaged, FormatTooNew: as ``read_save``.
+    """
+    item_dir = names.compacted_dir(step_dir, item)
+    if not item_dir.is_dir():
+        return None
+    try:
+        save = read_base(step_dir, item)
+    except RestoreError:
+        if not item_dir.is_dir():  # It was removed meanwhile.
+            return None
+        raise
+    return save if save.info.save_id == save_id else None
+
+
+def read_base(step_dir: Path, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
+    """Reads and checks the compacted base of a step, whichever save it stands for.
+
+    Raises:
+      Damaged, FormatTooNew: as ``read_save``.
+    """
+    return _read_save(step_dir, item, names.compacted_dir(step_dir, item))
+
+
+def compacted_bases(root: Path, item: str = names.EMBEDDINGS_ITEM) -> dict[str, int]:
+    """Names of the steps that have a compacted base, each with the inode of its directory."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for step in (root / names.COMPACTED).iterdir():
+            if not names.is_compaction(step.name):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found[step.name] = (step / item).stat().st_ino
+    return found
+
+
+def _read_save(step_dir: Path, item: str, item_dir: Path) -> StoredSave:
+    path = item_dir / names.manifest_name(0)
+    name = path.relative_to(step_dir.parent).as_posix()
+    head = manifest.from_bytes(files.read_bytes(path, name), name=name)
+    chain.check_index(head)
+    bounds.check_head(head, name)
+    info = SaveInfo(
+        save_id=head.save_id,
+        kind=head.kind,
+        parent=head.parent,
+        step_dir=step_dir.name,
+        nbytes=head.nbytes,
+    )
+    return StoredSave(info, step_dir, item, item_dir, head)
+
+
+def table_figures(
+    groups: Sequence[GroupEntry], tables: Sequence[TableEntry], segments: Sequence[Segment]
+) -> tuple[TableFigures, ...]:
+    """What segments hold of each table, by field.
+
+    A field's bytes are shared out by rows. The bytes of the row numbers, which serve all fields
+    of a segment, are in none of them.
+
+    Args:
+      groups: of the save.
+      tables: of the save.
+      segments: of one part, or of all.
+    """
+    found = []
+    for group in groups:
+        members = manifest.members(group, tables)
+        for spec in group.fields:
+            parts = [
+                (segment, encoding)
+                for segment in segments
+                for encoding in segment.encodings
+                if (segment.group, encoding.field) == (group.name, spec.name)
+            ]
+            row_bytes = math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize
+            for place, table in enumerate(members):
+                figures = _figures(table.name, spec.name, place, parts, row_bytes)
+                if figures.rows:
+                    found.append(figures)
+    return tuple(found)
+
+
+def _figures(
+    table: str, field: str, place: int, parts: Sequence[tuple[Segment, Encoding]], row_bytes: int
+) -> TableFigures:
+    """Figures of the table that stands at ``place`` in its group."""
+    # Segments of other columns hold the same rows again.
+    first = min((segment.columns[0] for segment, _ in parts), default=0)
+    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == first)
+    nbytes = sum(
+        round(part.nbytes * part.rows[place] / max(1, sum(part.rows))) for _, part in parts
+    )
+    norm = sum(part.squared_norm[place] for _, part in parts)
+    error = sum(part.squared_error[place] for _, part in parts)
+    return TableFigures(
+        table=table,
+        field=field,
+        codec="+".join(sorted({part.codec for _, part in parts})),
+        reason="; ".join(sorted({part.reason for _, part in parts})),
+        rows=rows,
+        nbytes=nbytes,
+        ratio=nbytes / max(1, rows * row_bytes),
+        relative_error=math.sqrt(error / norm) if norm else 0.0,
+    )
+
+
+def read_chain(
+    step_dir: Path, item: str = names.EMBEDDINGS_ITEM, *, compacted: bool = True
+) -> tuple[StoredSave, ...]:
+    """The saves that restoring a step reads, base first.
+
+    Args:
+      step_dir: the step.
+      item: name of our item in it.
+      compacted: whether a compacted base may stand for the saves that it replaces. One whose
+        manifest is damaged is passed over, with a warning, where those still stand.
+
+    Raises:
+      StepNotFound, ForeignDirectory, Damaged: as ``read_save``.
+      BrokenChain: a parent is missing or is another save than the one named.
+      StepGone: the step was removed meanwhile.
+    """
+    with standing(step_dir):
+        for _ in range(_MOST_CHAINS):
+            before = compacted_bases(step_dir.parent, item)
+            try:
+                return _walked(step_dir, item, lambda path: compacted)
+            except RestoreError:
+                # What is missing may have been replaced by a base after it had been looked for.
+                if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
+                    raise
+    raise StepGone(
+        f"step directory {step_dir}: expected a chain that stays while it is read, found it "
+        f"replaced {_MOST_CHAINS} times; try again"
+    )
+
+
+def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
+    """Reads a chain; where it does not hold, reads another one to the same step.
+
+    A compacted base that is damaged is passed over where what it replaced still stands, and a
+    chain that compaction and retention replaced meanwhile is read through its new base.
+
+    Args:
+      saves: a chain of ``read_chain``.
+      read: reads a chain as a whole; called again with another one.
+
+    Raises:
+      RestoreError: what ``read`` raised of the last chain.
+    """
+    unusable: set[Path] = set()
+    for _ in range(_MOST_CHAINS):
+        try:
+            return read(saves)
+        except (FormatTooNew, TemplateMismatch):
+            raise
+        except RestoreError as error:
+            if saves[0].compacted:
+                unusable.add(saves[0].item_dir)
+            other = _other_chain(saves, unusable)
+            if other is None:
+                raise
+            warnings.warn(
+                f"step {saves[-1].info.step_dir}: reading it through {saves[0].name} failed "
+                f"({error}); it is read through {other[0].name} instead",
+                stacklevel=3,
+            )
+            saves = other
+    return read(saves)
+
+
+def _other_chain(saves: Sequence[StoredSave], unusable: set[Path]) -> tuple[StoredSave, ...] | None:
+    """Another chain to the same save; None where there is none."""
+    target = saves[-1]
+    try:
+        found = _walked(target.step_dir, target.item, lambda path: path not in unusable)
+    except RestoreError:
+        return None
+    same = [save.item_dir for save in found] == [save.item_dir for save in saves]
+    return None if same or found[-1].info.save_id != target.info.save_id else found
+
+
+def _walked(step_dir: Path, item: str, usable: Callable[[Path], bool]) -> tuple[StoredSave, ...]:
+    """The chain of a step as it stands now; ``usable`` says which compacted bases may be in it."""
+    damaged: list[RestoreError] = []
+
+    def compacted(where: Path, save_id: SaveId) -> StoredSave | None:
+        if not usable(names.compacted_dir(where, item)):
+            return None
+        try:
+            return read_compacted(where, save_id, item)
+        except RestoreError as error:
+            damaged.append(error)
+            return None
+
+    saves: dict[str, StoredSave] = {}
+    own = read_save(step_dir, item)
+    target = current = compacted(step_dir, own.info.save_id) or own
+    try:
+        while True:
+            saves[current.step_dir.name] = current
+            parent = current.info.parent
+            if parent is None or parent.step_dir in saves:
+                break
+            where = step_dir.parent / parent.step_dir
+            current = compacted(where, parent.save_id) or read_save(where, item)
+    except StepNotFound:
+        pass  # restore_chain names what is missing.
+    try:
+        infos = chain.restore_chain(target.info, {name: save.info for name, save in saves.items()})
+    except BrokenChain as error:
+        if damaged:
+            raise damaged[-1] from error
+        raise
+    for error in damaged:
+        warnings.warn(
+            f"step {step_dir.name}: a compacted base in its chain is passed over, it is not "
+            f"intact: {error}",
+            stacklevel=4,
+        )
+    return tuple(saves[info.step_dir] for info in infos)
+
+
+@contextlib.contextmanager
+def standing(
+    step_dir: Path,
+    *,
+    stands: Callable[[], bool] | None = None,
+    during: str = "read",
+    instead: str = "restore",
+) -> Iterator[None]:
+    """Within, whatever fails since a step was removed or replaced is raised as ``StepGone``.
+
+    Anything may fail then: a file is missing, one of another save does not fit, a library raises
+    what it likes. Of a step that stands the error stays what it is: damage is damage.
+
+    Args:
+      step_dir: the step.
+      stands: whether it is still the one that is read; by default, whether its directory is the
+        one that it is now. A step that is not there now cannot go.
+      during: what is being done to it.
+      instead: what to do to the newest step instead.
+
+    Raises:
+      StepGone: what failed, failed because the step went.
+    """
+    place = _place(step_dir)
+    stands = stands or (lambda: place is None or _place(step_dir) == place)
+    try:
+        yield
+    except Exception as error:
+        if _is_of_reading(error) and _goes(lambda: not stands(), error):
+            raise gone(step_dir, during=during, instead=instead) from error
+        raise
+
+
+@contextlib.contextmanager
+def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
+    """As ``standing``, of saves that were found before: retention may have removed a parent.
+
+    A compacted base may stand for what was removed: the step can be read through another chain.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_of_reading(error):
+            raise_if_removed(saves, error)
+        raise
+
+
+def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
+    """Raises StepGone where a save of the chain vanishes within a moment, or another stands there.
+
+    Retention of earlier versions removed parents first, so one may precede its children's end.
+    """
+
+    def removed() -> bool:
+        missing.extend(save for save in saves if not save.item_dir.is_dir() or _is_another(save))
+        return bool(missing)
+
+    missing: list[StoredSave] = []
+    if _goes(removed, cause):
+        raise gone(missing[0].step_dir) from cause
+
+
+def _goes(removed: Callable[[], bool], cause: Exception) -> bool:
+    """Whether something is removed, or is so within a moment where a file of it is missing.
+
+    A directory that is not renamed first, as by others, is emptied before it goes.
+    """
+    checks = _GONE_CHECKS if isinstance(cause, (BrokenChain, Damaged, OSError)) else 1
+    for check in range(checks):
+        if removed():
+            return True
+        if check + 1 < checks:
+            time.sleep(_GONE_INTERVAL_SECS)
+    return False
+
+
+def _is_of_reading(error: Exception) -> bool:
+    """Whether a removal may be behind an error, which nobody has told yet."""
+    if isinstance(error, StepGone):
+        return False
+    return isinstance(error, (RestoreError, StorageError)) or not isinstance(error, DeltackptError)
+
+
+def _place(directory: Path) -> tuple[int, int] | None:
+    """What tells a directory from another one in its place; None where there is none."""
+    try:
+        found = directory.stat()
+    except OSError:  # Reading it says what is wrong.
+        return None
+    return found.st_dev, found.st_ino
+
+
+def stands(step_dir: Path, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) -> bool:
+    """Whether a step is that save still, as far as can be told: a damaged manifest is no other."""
+    try:
+        return read_save(step_dir, item).info.save_id == save_id
+    except StepNotFound:
+        return False
+    except (RestoreError, StorageError):
+        return step_dir.is_dir()
+
+
+def check_dense(save: StoredSave) -> None:
+    """Checks that a step has the dense leaves that its manifest names.
+
+    A compacted base names them too: they stay in the step that it stands for.
+
+    Raises:
+      Damaged: there are none, as where a base was copied over the step.
+      ForeignDirectory: another manager committed the step, which saves them elsewhere, or not.
+    """
+    if not save.head.dense or (save.step_dir / names.DENSE_ITEM).is_dir():
+        return
+    name, leaves = f"{save.step_dir.name}/{names.DENSE_ITEM}", len(save.head.dense)
+    if (save.step_dir / names.STEP_METADATA).exists():
+        raise ForeignDirectory(
+            f"{name}: expected {leaves} dense leaves, found no such item: another manager "
+            "committed the step; restore it with that one, or its tables alone"
+        )
+    raise Damaged(
+        name,
+        f"the {leaves} dense leaves of the step",
+        f"no such item: {save.item} may be a compacted base that was copied over the step",
+    )
+
+
+def check_stands(save: StoredSave) -> None:
+    """Checks that a step is still the save that was read.
+
+    Raises:
+      StepGone: it was removed, and another save may have its number.
+    """
+    with contextlib.suppress(RestoreError):
+        if read_save(save.step_dir, save.item_dir.name).info.save_id == save.info.save_id:
+            return
+    raise gone(save.step_dir)
+
+
+def gone(step_dir: Path, *, during: str = "read", instead: str = "restore") -> StepGone:
+    """What to raise where a step was removed, or replaced by another save of its number.
+
+    Args:
+      step_dir: the step.
+      during: what was being done to it.
+      instead: what to do to the newest step instead.
+    """
+    return StepGone(
+        f"step directory {step_dir}: expected it to stay while it was {during}, found it removed "
+        f"or replaced; {instead} the newest step instead"
+    )
+
+
+def _is_another(save: StoredSave) -> bool:
+    """Whether another save stands where a save was, as after a rollback."""
+    try:
+        data = files.read_bytes(save.item_dir / names.manifest_name(0))
+        return manifest.from_bytes(data, name=save.name).save_id != save.info.save_id
+    except (RestoreError, OSError):
+        return False

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process reads of a step: its tables, its dense leaves and its further items.
+
+Tables come from a source that has them in memory, else from storage; the rest comes through Orbax.
+Several processes agree with each other between these calls, which is the manager's business.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import orbax.checkpoint as ocp
+
+from deltackpt import processes, touched
+from deltackpt.errors import (
+    RestoreError,
+    ServiceError,
+    ServiceUnavailable,
+    TemplateMismatch,
+    without_frames,
+)
+from deltackpt.format import bounds, names
+from deltackpt.format.blocks import VALUES
+from deltackpt.format.manifest import SaveId
+from deltackpt.handlers import dense
+from deltackpt.handlers.agreement import Peers
+from deltackpt.handlers.orbax_private import barrier_secs
+from deltackpt.ledger.directory import Root
+from deltackpt.options import Timeouts
+from deltackpt.reading import reader
+from deltackpt.reading import saves as stored
+from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.reading.saves import StoredSave
+from deltackpt.restore import placing, sources
+from deltackpt.restore.sources import RowSource
+from deltackpt.state import tables
+from deltackpt.state.tables import Split, Tables
+from deltackpt.touched import TouchState
+
+_logger = logging.getLogger(__name__)
+
+#: Table name to a half-open range of rows, None for all of them.
+RowRanges = Mapping[str, tuple[int, int] | None]
+Items = Mapping[str, ocp.args.CheckpointArgs]
+#: Where tables may come from before storage is asked; see ``CheckpointManager.restore_latest``.
+Service = RowSource | Literal["auto"] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """What a restore reads.
+
+    Attributes:
+      step: its number.
+      target: the step.
+      saves: its chain; None where a source is tried first.
+      source: what may have the tables in memory.
+      problem: why the source that there is cannot be tried.
+      expected: the template's parts.
+      wanted: of the tables; None for all.
+      dense: whether dense leaves are restored too.
+    """
+
+    step: int
+    target: StoredSave
+    saves: tuple[StoredSave, ...] | None
+    source: RowSource | None
+    problem: ServiceError | None
+    expected: Split | None
+    wanted: reader.Wanted | None
+    dense: bool
+
+    def check_stays(self, *others: SaveId) -> None:
+        """Checks that the step is still the save that was found, wherever parts of it came from.
+
+        Args:
+          *others: saves that parts of it were read from, or that other processes found.
+
+        Raises:
+          StepGone: it was removed, and another save may have its number.
+        """
+        if {*others} - {self.target.info.save_id}:
+            raise stored.gone(self.target.step_dir)
+        stored.check_stands(self.target)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """What a restore has read; ``problem`` is why the tables did not come from a source."""
+
+    tables: RestoredTables
+    dense: dict[str, Any]
+    problem: ServiceError | None
+
+
+class StepReader:
+    """Reads the steps of a directory, on one process."""
+
+    def __init__(
+        self,
+        root: Root,
+        item: str,
+        choice: Tables,
+        *,
+        orbax: Callable[[], ocp.CheckpointManager],
+        peers: Peers,
+        timeouts: Timeouts,
+    ):
+        """Reads nothing yet.
+
+        Args:
+          root: the directory.
+          item: of the tables.
+          choice: which leaves of a template are tables.
+          orbax: what reads dense leaves and items; asked anew each time.
+          peers: the processes that read beside this one.
+          timeouts: how long to wait for a source and for them.
+        """
+        self._root = root
+        self._item = item
+        self._choice = choice
+        self._orbax = orbax
+        self._peers = peers
+        self._timeouts = timeouts
+
+    def find(self, step: int, template: Any, rows: RowRanges | None, service: Service) -> Found:
+        """A step, its chain unless it may come from a service, and what is wanted of it.
+
+        Checks this process's share of the step's files.
+
+        Args:
+          step: its number.
+          template: the state's structure; None for numpy arrays.
+          rows: read only these, without dense leaves.
+          service: what may have the tables in memory.
+
+        Raises:
+          RestoreError: what is wrong with the step, or with what was asked for.
+        """
+        step_dir = self._root.step_dir(step)
+        with stored.standing(step_dir):
+            source, problem = self._source(service)
+            saves = None if source is not None else stored.read_chain(step_dir, self._item)
+            target = stored.read_save(step_dir, self._item) if saves is None else saves[-1]
+            expected = None if template is None else tables.split(template, self._choice)
+            wanted = None
+            if template is None and rows is None:
+                bounds.check_paths(target.layout, target.name)
+            if rows is not None:
+                expected, wanted = None, reader.wanted_rows(target.layout, rows)
+            elif expected is not None:
+                placing.check_template(expected.layout, expected.fields, target)
+                wanted = placing.wanted_of(expected.fields)
+            if rows is None:
+                self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
+        return Found(step, target, saves, source, problem, expected, wanted, dense=rows is None)
+
+    def load(self, found: Found, agreed: SaveId, progress: Progress | None) -> Loaded:
+        """Merged tables and Orbax's dense leaves.
+
+        Args:
+          found: the step.
+          agreed: the save that all processes are to read.
+          progress: called with bytes read and bytes in all.
+
+        Raises:
+          RestoreError: what is wrong with the step.
+        """
+        with self._standing(found):
+            if found.dense:
+                # Orbax mostly waits for its own threads, and the merge for memory.
+                with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
+                    leaves = pool.submit(self._dense, found)
+                    loaded = self._tables(found, progress)
+                    loaded = dataclasses.replace(loaded, dense=leaves.result())
+            else:
+                loaded = self._tables(found, progress)
+            found.check_stays(agreed, loaded.tables.chain[-1].save_id)
+        return loaded
+
+    def items(self, found: Found, items: Items) -> dict[str, Any]:
+        """Further items of a step, by name.
+
+        Raises:
+          TemplateMismatch: it was saved without one.
+        """
+        step_dir = found.target.step_dir
+        with self._standing(found):
+            missing = [name for name in items if not (step_dir / name).exists()]
+            if missing:
+                raise TemplateMismatch(
+                    f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
+                    f"without {', '.join(missing)}; restore without them"
+                )
+            restored = self._restored(found.step, **dict(items))
+            return {name: restored[name] for name in items}
+
+    def _standing(self, found: Found) -> contextlib.AbstractContextManager[None]:
+        target = found.target
+        save_id = target.info.save_id
+        return stored.standing(
+            target.step_dir, stands=lambda: stored.stands(target.step_dir, save_id, self._item)
+        )
+
+    def _source(self, service: Service) -> tuple[RowSource | None, ServiceError | None]:
+        """The source that a restore is to try first, and why the one that there is cannot be."""
+        if service != "auto":
+            return service, None
+        try:
+            return sources.find(self._root.given, self._item), None
+        except Exception as error:
+            return None, _service_error(error)
+
+    def _tables(self, found: Found, progress: Progress | None) -> Loaded:
+        """Tables from the source where it has them, else from storage."""
+        problem = found.problem
+        if found.source is not None:
+            try:
+                merged = self._from_source(found.source, found)
+            except Exception as error:
+                problem = _service_error(error)
+            else:
+                if progress is not None:
+                    progress(merged.bytes_read, merged.bytes_read)
+                return Loaded(merged, {}, None)
+        if problem is not None:
+            process = processes.index()
+            _logger.warning(
+                "process %d: step %d comes from storage: %s",
+                process,
+                found.step,
+                problem,
+                extra={"process_index": process},
+            )
+        saves = found.saves or stored.read_chain(found.target.step_dir, self._item)
+        merged = reader.restore_tables(saves, wanted=found.wanted, progress=progress)
+        return Loaded(merged, {}, problem)
+
+    def _from_source(self, source: RowSource, found: Found) -> RestoredTables:
+        """Tables from memory elsewhere; placed from there where devices have memory of their own.
+
+        Raises:
+          ServiceError: it does not have them.
+        """
+        templates = None if found.expected is None else found.expected.fields
+        lend = templates is not None and placing.may_borrow(templates)
+        timeout_secs = self._timeouts.service_secs
+        with source.tables(
+            found.target, found.wanted, timeout_secs=timeout_secs, lend=lend
+        ) as merged:
+            if lend and templates is not None:
+                placed = placing.place(merged, templates)
+                jax.block_until_ready(placed)
+                merged = dataclasses.replace(merged, buffers={}, placed=placed)
+        return merged
+
+    def _dense(self, found: Found) -> dict[str, Any]:
+        if not found.target.layout.dense:
+            return {}
+        abstract = None if found.expected is None else found.expected.dense
+        stored.check_dense(found.target)
+        metadata = self._orbax().item_metadata(found.step)[names.DENSE_ITEM]
+        if abstract is not None:
+            dense.check(abstract, metadata, found.step)
+        args = dense.restore_args(abstract, metadata)
+        restored = self._restored(found.step, **{names.DENSE_ITEM: args})
+        return dense.restored(restored[names.DENSE_ITEM], abstract, found.step)
+
+    def _restored(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        """Items restored by Orbax, which has all processes meet at a barrier afterwards.
+
+        Raises:
+          RestoreError: another process did not come there; it says itself why.
+        """
+        try:
+            with barrier_secs(self._timeouts.peers_secs):
+                return self._orbax().restore(step, args=ocp.args.Composite(**items))
+        except jax.errors.JaxRuntimeError as error:
+            if self._peers.count == 1:
+                raise
+            what = f"restoring {', '.join(items)} of step {step}"
+            raise RestoreError(str(self._peers.named(what, error))) from error
+
+
+def joined(
+    template: Any, found: Found, loaded: Loaded, identity: int
+) -> tuple[Any, TouchState | None]:
+    """The whole state and its fresh TouchState; dicts and lists of numpy without a template.
+
+    Args:
+      template: the state's structure.
+      found: what was to be restored.
+      loaded: what was read.
+      identity: that of the fresh TouchState.
+    """
+    expected, merged = found.expected, loaded.tables
+    if expected is None:
+        return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
+    placed = merged.placed or placing.place(merged, expected.fields)
+    found_in = [touched.fresh(marks.state, identity) for marks in expected.marks]
+    known = {table for state in found_in for table in tables.matched(state, expected.layout)}
+    others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
+    fresh = touched.init(others, identity=identity)
+    for state in found_in:
+        fresh = state._replace(stamps=fresh.stamps | state.stamps)
+    return tables.join(template, expected.layout, placed, loaded.dense, fresh), fresh
+
+
+def _service_error(error: Exception) -> ServiceError:
+    """Whatever a source raises: storage still has the step."""
+    if isinstance(error, ServiceError):
+        return without_frames(error)
+    found = ServiceUnavailable(
+        f"restore service: expected the tables or a ServiceError, found {type(error).__name__}: "
+        f"{error}; the step comes from storage"
+    )
+    found.__cause__ = without_frames(error)
+    return found

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One field of one segment to its stored arrays: encode, check the error, widen where needed.
+
+A lossy codec is tried, and what it changed is measured while it is written. Where that exceeds the
+budget, its arrays are removed and the next more precise codec is tried. Rows that a codec does not
+hold are stored as they are, beside the others, with their positions.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.codecs import Codec, Lossless
+from deltackpt.errors import ErrorBudgetExceeded, OptionError
+from deltackpt.format import names
+from deltackpt.format.manifest import ArrayEntry, Encoding
+from deltackpt.policy import Choice, CodecChoice
+from deltackpt.save import encode
+from deltackpt.save.encode import Encoded, Piece
+from deltackpt.storage import arrays, digests, files
+from deltackpt.storage.arrays import ChunkSums
+from deltackpt.storage.digests import Digest
+
+#: Rows that a codec does not hold stay in memory until the others are written: at most that many,
+#: or that share of all.
+_FEW_ROWS, _MOST_BESIDE = 4096, 1 / 16
+
+
+class Place(NamedTuple):
+    """Where the arrays of one segment go."""
+
+    item_dir: Path
+    process: int
+    segment: str
+    fsync: bool
+
+    def directory(self, array: str) -> Path:
+        """Directory of one array."""
+        return names.array_dir(self.item_dir, self.process, self.segment, array)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """What is to be stored.
+
+    Attributes:
+      name: of the field.
+      trailing: shape of one row as this process holds it.
+      dtype: of the table.
+      tables: names of the group's tables, in the order of their offsets.
+      bounds: (len(tables) + 1,): positions in the segment at which each table's rows begin and
+        end.
+      choice: the user's.
+      planned: the codec to try first.
+    """
+
+    name: str
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+    tables: Sequence[str]
+    bounds: np.ndarray
+    choice: CodecChoice
+    planned: Choice
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return int(self.bounds[-1])
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all rows as they are."""
+        return self.count * math.prod(self.trailing) * self.dtype.itemsize
+
+
+class StoredArrays(NamedTuple):
+    """Arrays that were written, and the digests of their chunks by path below the item."""
+
+    entries: tuple[ArrayEntry, ...]
+    chunks: Mapping[str, Digest]
+
+    @classmethod
+    def joined(cls, parts: Iterable[StoredArrays]) -> StoredArrays:
+        """The arrays of all parts, in their order."""
+        entries: list[ArrayEntry] = []
+        chunks: dict[str, Digest] = {}
+        for part in parts:
+            entries += part.entries
+            chunks |= part.chunks
+        return cls(tuple(entries), chunks)
+
+
+class StoredField(NamedTuple):
+    """A field that was written."""
+
+    arrays: StoredArrays
+    encoding: Encoding
+
+
+def write_array(place: Place, entry: ArrayEntry, pieces: Iterator[np.ndarray]) -> StoredArrays:
+    """Writes one array as it is; see ``arrays.write_array``."""
+    directory = place.directory(entry.name)
+    checksums = arrays.write_array(directory, entry, pieces, fsync=place.fsync)
+    return StoredArrays((entry,), _digests(place, entry, checksums))
+
+
+def write_field(
+    place: Place,
+    field: Field,
+    pieces: Callable[[Codec], Iterator[Piece]],
+    pool: concurrent.futures.Executor,
+) -> StoredField:
+    """Writes a field by the planned codec, or by the first more precise one that will do.
+
+    Args:
+      place: where.
+      field: what.
+      pieces: the rows in order, as a codec wants them; called once for each codec that is tried.
+      pool: encodes pieces, several at a time.
+
+    Raises:
+      ErrorBudgetExceeded: the planned codec would exceed the user's bound, who refuses wider ones.
+      StorageError: the store refused.
+    """
+    plan = field.planned
+    if not _fits(field, plan.codec):  # the shard of a table that is split by columns
+        reason = f"raw: columns of shape {field.trailing} are too narrow for {plan.codec}"
+        plan = Choice(codec="raw", reason=reason)
+    while True:
+        codec = codecs.get(plan.codec)
+        if codecs.is_lossless(codec):
+            return _write_lossless(place, field, plan, codec, pieces(codec))
+        attempt = _Attempt(place, field, codec)
+        for piece, encoded in encode.ahead(codec, pieces(codec), pool):
+            attempt.write(piece, encoded)
+            if attempt.hopeless():
+                break
+        fault = attempt.fault()
+        if fault is None:
+            return attempt.finish(plan)
+        attempt.remove()
+        if fault.over_budget and field.choice.when_exceeded == "refuse":
+            raise ErrorBudgetExceeded(
+                f"segment {place.segment}, {field.name}: expected an error within max_error="
+                f"{field.choice.max_error:g} of the norm of the rows, found that {fault.text}; "
+                "choose a more precise codec, a wider budget, or when_exceeded='widen'. Nothing "
+                "was committed, and no touched row is lost"
+            )
+        plan = _wider(field, plan.codec, fault)
+
+
+class _Fault(NamedTuple):
+    """Why a codec will not do; ``over_budget`` where its error is too large."""
+
+    text: str
+    over_budget: bool
+
+
+class _Attempt:
+    """A field on its way through one lossy codec."""
+
+    def __init__(self, place: Place, field: Field, codec: Codec):
+        self._place, self._field, self._codec = place, field, codec
+        self._entries = _entries(field, codec)
+        self._writers = {
+            suffix: arrays.ArrayWriter(place.directory(entry.name), entry, fsync=place.fsync)
+            for suffix, entry in self._entries.items()
+        }
+        self._done = 0
+        self._squared_error = np.zeros(len(field.tables))
+        self._squared_norm = np.zeros(len(field.tables))
+        self._beside: list[np.ndarray] = []
+        self._beside_at: list[np.ndarray] = []
+
+    def write(self, piece: Piece, encoded: Encoded) -> None:
+        """Writes the next rows, and counts what encoding them changes."""
+        for suffix, writer in self._writers.items():
+            array = np.asarray(encoded.arrays[suffix])
+            writer.write(array.view(self._entries[suffix].dtype))
+        held = np.asarray(encoded.held)
+        if not held.all():
+            missing = np.flatnonzero(~held)
+            self._beside.append(piece.host()[missing])
+            self._beside_at.append(missing + self._done)
+        stop = self._done + len(held)
+        for sums, found in (
+            (self._squared_error, encoded.squared_error),
+            (self._squared_norm, encoded.squared_norm),
+        ):
+            self._count(sums, np.asarray(found), stop)
+        self._done = stop
+
+    def _count(self, sums: np.ndarray, found: np.ndarray, stop: int) -> None:
+        """Adds figures of the rows ``[done, stop)`` to those of their tables."""
+        bounds, start = self._field.bounds, self._done
+        first = int(np.searchsorted(bounds, start, "right")) - 1
+        for table in range(first, len(sums)):
+            low, high = max(int(bounds[table]), start), min(int(bounds[table + 1]), stop)
+            if low >= stop:
+                break
+            sums[table] += found[low - start : high - start].sum(dtype=np.float64)
+
+    def finish(self, plan: Choice) -> StoredField:
+        """Ends the arrays, and writes the rows that the codec does not hold."""
+        written = []
+        for suffix, writer in self._writers.items():
+            entry = self._entries[suffix]
+            written.append(StoredArrays((entry,), _digests(self._place, entry, writer.finish())))
+        if self._beside:
+            written += self._write_beside()
+        found = StoredArrays.joined(written)
+        encoding = _encoding(
+            self._place, self._field, plan, found, self._squared_error, self._squared_norm
+        )
+        return StoredField(found, encoding)
+
+    def remove(self) -> None:
+        """Removes what was written."""
+        for writer in self._writers.values():
+            writer.remove()
+
+    def _write_beside(self) -> Iterator[StoredArrays]:
+        field = self._field
+        stored = codecs.stored_dtype(field.dtype)
+        for suffix, trailing, parts, zstd in (
+            (codecs.BESIDE, field.trailing, [rows.view(stored) for rows in self._beside], False),
+            (codecs.BESIDE_AT, (), self._beside_at, True),
+        ):
+            entry = arrays.array_entry(
+                codecs.array_name(field.name, suffix),
+                (self._beside_count, *trailing),
+                parts[0].dtype,
+                zstd=zstd,
+            )
+            yield write_array(self._place, entry, iter(parts))
+
+    @property
+    def _beside_count(self) -> int:
+        return sum(len(rows) for rows in self._beside)
+
+    def hopeless(self) -> bool:
+        """Whether so many rows are not held that the codec gains too little for their memory."""
+        beside, count = self._beside_count, self._field.count
+        if beside == 0:
+            return False
+        saved_bytes = self._field.raw_bytes - sum(entry.nbytes for entry in self._entries.values())
+        too_large = beside * self._field.raw_bytes >= saved_bytes * count
+        return too_large or beside > max(_FEW_ROWS, count * _MOST_BESIDE)
+
+    def fault(self) -> _Fault | None:
+        """Why what was written will not do; None where it will."""
+        name, field = self._codec.name, self._field
+        if self.hopeless():
+            text = f"{self._beside_count} of {self._done} rows are beyond what {name} holds"
+            return _Fault(text, over_budget=False)
+        bound = field.choice.max_error
+        if bound is None:
+            return None
+        error, norm = self._squared_error, self._squared_norm
+        errors = np.sqrt(np.divide(error, norm, out=np.zeros_like(error), where=error > 0))
+        worst = int(np.argmax(errors))
+        if errors[worst] <= bound:
+            return None
+        text = f"{name} would change the rows of {field.tables[worst]} by {errors[worst]:.3g}"
+        return _Fault(text, over_budget=True)
+
+
+def _entries(field: Field, codec: Codec) -> dict[str, ArrayEntry]:
+    """Suffix to stored array; chunks hold the rows that raw ones would.
+
+    A restore reads and decodes chunks in parallel, so few large ones would leave it one thread.
+    """
+    shape = (field.count, *field.trailing)
+    raw = arrays.array_entry(field.name, shape, codecs.stored_dtype(field.dtype))
+    return {
+        suffix: arrays.array_entry(
+            codecs.array_name(field.name, suffix),
+            (field.count, *array.trailing),
+            array.dtype,
+            byte_planes=array.byte_planes,
+            chunk_rows=raw.chunk_rows,
+        )
+        for suffix, array in codec.stored(field.trailing, field.dtype).items()
+    }
+
+
+def _wider(field: Field, codec: str, fault: _Fault) -> Choice:
+    name = "raw"
+    if fault.over_budget:
+        name = codecs.wider(codec)
+        while not _fits(field, name):
+            name = codecs.wider(name)
+    reason = f"{name}: {fault.text}"
+    if fault.over_budget:
+        reason += f", more than {field.choice.max_error:g}"
+    return Choice(codec=name, reason=f"{reason} (planned {field.planned.reason})")
+
+
+def _fits(field: Field, name: str) -> bool:
+    try:
+        codecs.get(name).check(field.trailing, field.dtype)
+    except OptionError:
+        return False
+    return True
+
+
+def _write_lossless(
+    place: Place, field: Field, plan: Choice, codec: Lossless, pieces: Iterator[Piece]
+) -> StoredField:
+    (entry,) = _entries(field, codec).values()
+    rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
+    found = write_array(place, entry, rows)
+    nothing = np.zeros(len(field.tables))
+    return StoredField(found, _encoding(place, field, plan, found, nothing, nothing))
+
+
+def _encoding(
+    place: Place,
+    field: Field,
+    plan: Choice,
+    found: StoredArrays,
+    squared_error: np.ndarray,
+    squared_norm: np.ndarray,
+) -> Encoding:
+    directories = [place.directory(entry.name) for entry in found.entries]
+    return Encoding(
+        field=field.name,
+        codec=plan.codec,
+        reason=plan.reason,
+        nbytes=sum(map(files.tree_bytes, directories)),
+        rows=tuple(np.diff(field.bounds).tolist()),
+        squared_error=tuple(squared_error.tolist()),
+        squared_norm=tuple(squared_norm.tolist()),
+    )
+
+
+def _digests(
+    place: Place, entry: ArrayEntry, checksums: Mapping[str, ChunkSums]
+) -> dict[str, Digest]:
+    below = place.directory(entry.name).relative_to(place.item_dir).as_posix()
+    return digests.chunk_digests(below, entry, checksums)

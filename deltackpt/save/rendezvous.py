@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How several processes make one save, in the background, through the directory alone.
+
+Each process writes its part and then its manifest. Process 0 looks for the manifests, checks that
+all speak of the same save, and writes its own, with an index of all parts, last; the others look
+for that one. When all that a process writes of a step is there it leaves its digests of it; process
+0 looks for these, and commits; the others look for the commit. A process that fails leaves a note,
+which the others find instead. Every wait ends after the stated time, with an error that says which
+process is missing. No collective of the devices is used, so nothing here can meet those of the
+training step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import google_crc32c
+
+from deltackpt.errors import (
+    DeltackptError,
+    Disagreement,
+    PeerFailed,
+    PeerMissing,
+    TrackingError,
+)
+from deltackpt.format import manifest
+from deltackpt.format import names as layout
+from deltackpt.format.manifest import Manifest, Part
+from deltackpt.storage import files
+
+#: Between two looks: a tenth of the time waited so far, within these bounds.
+_SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.002, 0.25
+_SHOWN = 8
+#: What the parts of one save must say alike.
+_AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """One process's view of a save in flight.
+
+    Attributes:
+      temporary: the step's temporary directory.
+      process: index of this process.
+      count: how many processes there are.
+      timeout_secs: how long process 0 waits for the others after its own part is done. They wait
+        twice as long for it, so that it is process 0 that names who is missing.
+    """
+
+    temporary: Path
+    process: int
+    count: int
+    timeout_secs: float
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process cannot do its part; never raises."""
+        missing = error.processes if isinstance(error, PeerMissing) else None
+        note = {
+            "error": f"{type(error).__name__}: {error}",
+            "missing": missing,
+            "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
+        }
+        path = self.temporary / layout.failure_name(self.process)
+        # Where it cannot be written the others wait until their time is up, and name this process.
+        with contextlib.suppress(OSError):
+            if self.count > 1 and not path.exists():
+                files.write_atomic(path, json.dumps(note).encode(), fsync=False)
+
+    def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
+        """Waits for the parts of all other processes; called by process 0.
+
+        Args:
+          item_dir: the item's directory, in the temporary one.
+          own: process 0's manifest, as it will be but for its index.
+
+        Returns:
+          The index of all parts, process 0's first.
+
+        Raises:
+          PeerMissing: manifests did not appear in time.
+          PeerFailed: a process left a note.
+          Disagreement: a part is one of another save, or the parts do not make up the tables.
+          TrackingError: processes that hold the same rows were told of other touched ones.
+        """
+        parts = {0: part_of(own, 0)}
+        owned = [own.owned_cells]
+        told = {key: (0, value) for key, value in own.shared_stamps.items()}
+        for _ in self._polls(self.timeout_secs):
+            self._raise_failure()
+            for process in sorted(_found(item_dir, layout.manifest_process) - parts.keys()):
+                name = layout.manifest_name(process)
+                data = files.read_bytes(item_dir / name)
+                found = manifest.from_bytes(data, name=name)
+                _check_agreed(own, found)
+                _check_told(told, found)
+                parts[process] = part_of(found, google_crc32c.value(data))
+                owned.append(found.owned_cells)
+            if len(parts) == self.count:
+                _check_owned(own, owned)
+                return tuple(parts[process] for process in sorted(parts))
+        raise self._missing(set(range(self.count)) - parts.keys(), "write its part")
+
+    def await_index(self, item_dir: Path) -> None:
+        """Waits until process 0 has found all parts; called by the others.
+
+        Args:
+          item_dir: the item's directory, in the temporary one.
+
+        Raises:
+          PeerMissing: it did not in time.
+          PeerFailed: a process left a note.
+        """
+        first = item_dir / layout.manifest_name(0)
+        for _ in self._polls(2 * self.timeout_secs):
+            self._raise_failure()
+            if first.exists() or not item_dir.exists():
+                # Without the directory the item was finished, or given up: the commit says which.
+                return
+        arrived = _found(item_dir, layout.manifest_process)
+        missing = set(range(self.count)) - arrived - {self.process}
+        raise self._missing(missing | {0}, "write its part, or the index")
+
+    def await_written(self) -> None:
+        """Waits until every process has written all its files of the step; called by process 0.
+
+        Raises:
+          PeerMissing, PeerFailed: as for ``collect``.
+        """
+        for _ in self._polls(self.timeout_secs):
+            self._raise_failure()
+            missing = set(range(self.count)) - _found(self.temporary, layout.step_digests_process)
+            if not missing:
+                return
+        raise self._missing(missing, "write its dense leaves")
+
+    def await_commit(self, committed: Callable[[], bool]) -> None:
+        """Waits for the commit of process 0; called by the others.
+
+        Args:
+          committed: whether the step stands.
+
+        Raises:
+          PeerMissing, PeerFailed: as for ``await_index``.
+        """
+        for _ in self._polls(2 * self.timeout_secs):
+            self._raise_failure()
+            if not self.temporary.exists():
+                if committed():
+                    return
+                raise PeerFailed(
+                    f"{self._step}: expected process 0 to commit it, found that it gave it up; see "
+                    "its log"
+                )
+        arrived = _found(self.temporary, layout.step_digests_process)
+        raise self._missing(set(range(self.count)) - arrived | {0}, "commit the step")
+
+    def _polls(self, secs: float) -> Iterator[None]:
+        """Comes back at growing intervals until the time is up."""
+        started = time.monotonic()
+        while True:
+            waited = time.monotonic() - started
+            yield
+            if waited >= secs:
+                return
+            pause = min(max(waited / 10, _SHORTEST_PAUSE_SECS), _LONGEST_PAUSE_SECS)
+            time.sleep(min(pause, secs - waited))
+
+    def _raise_failure(self) -> None:
+        """Raises what another process noted; process 0 looks at all notes, the others at its own.
+
+        Opening the directory renews what a network file system remembers of it.
+        """
+        if self.process == 0:
+            noted = _found(self.temporary, layout.failure_process) - {0}
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(self.temporary, os.O_RDONLY))
+            noted = {0}
+        for process in sorted(noted):
+            path = self.temporary / layout.failure_name(process)
+            if not path.exists():
+                continue
+            note = json.loads(files.read_bytes(path))
+            text = (
+                f"{self._step}: expected a part of every process, found that process {process} "
+                f"failed: {note['error']}"
+            )
+            if note["missing"] is None:
+                raise PeerFailed(text, leaves_doubt=note["doubt"])
+            raise PeerMissing(text, tuple(set(note["missing"]) - {self.process}))
+
+    def _missing(self, processes: set[int], what: str) -> PeerMissing:
+        secs = self.timeout_secs * (1 if self.process == 0 else 2)
+        named = sorted(processes)
+        shown = ", ".join(map(str, named[:_SHOWN]))
+        if len(named) > _SHOWN:
+            shown += f" and {len(named) - _SHOWN} more"
+        return PeerMissing(
+            f"{self._step}: expected process {shown} to {what} within {secs:g} s "
+            f"(timeouts.peers_secs is {self.timeout_secs:g}), found nothing; look at its log, then "
+            "restart the job. Nothing was committed, the step before is intact",
+            tuple(named),
+        )
+
+    @property
+    def _step(self) -> str:
+        return f"step {re.split('[^0-9]', self.temporary.name)[0]}"
+
+
+def _found(directory: Path, process_of: Callable[[str], int | None]) -> set[int]:
+    """The processes whose objects stand in a directory."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return set()
+    found = map(process_of, names)
+    return {process for process in found if process is not None}
+
+
+def part_of(record: Manifest, crc32c: int) -> Part:
+    """The entry of a part in the index."""
+    return Part(process=record.process, crc32c=crc32c, nbytes=record.nbytes, covers=record.covers)
+
+
+def _check_agreed(own: Manifest, other: Manifest) -> None:
+    for field in _AGREED:
+        want, have = getattr(own, field), getattr(other, field)
+        if want != have:
+            raise Disagreement(
+                f"step {own.save_id.step}: expected process {other.process} to agree with process "
+                f"0 on {field} {want} ({own.kind}: {own.reason}), found {have} ({other.kind}: "
+                f"{other.reason}); give every process the same state structure, options and "
+                "arguments of save()"
+            )
+
+
+def _check_told(told: dict[str, tuple[int, int]], other: Manifest) -> None:
+    """Processes that hold the same stamps must have touched the same rows; notes what was told."""
+    for key, value in other.shared_stamps.items():
+        process, before = told.setdefault(key, (other.process, value))
+        if before != value:
+            table, _, place = key.partition("@")
+            where = f"the TouchState at {place}" if place else "the TouchState given to save()"
+            raise TrackingError(
+                f"step {other.save_id.step}, table {table}: expected processes {process} and "
+                f"{other.process}, which both hold these rows, to have marked the same ones in "
+                f"{where}, found that they did not; mark the ids of all processes on each "
+                "(jax.lax.all_gather, or ids as one global array). The next save is a base"
+            )
+
+
+def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
+    """Each cell of a base must be written by exactly one process."""
+    for group in own.groups:
+        wanted = sum(group.rows * manifest.width(spec.trailing) for spec in group.fields)
+        found = sum(cells.get(group.name, 0) for cells in owned)
+        if found != wanted:
+            names = [table.name for table in own.tables if table.group == group.name]
+            raise Disagreement(
+                f"step {own.save_id.step}, tables {names[:_SHOWN]}: expected {wanted} cells over "
+                f"all processes, found {found}; make every table and slot one global array "
+                "(jax.make_array_from_process_local_data), not one array in each process"
+            )

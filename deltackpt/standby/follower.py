@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follower: the newest committed state of some rows, merged in memory; a warm standby. No ray.
+
+It starts cold from a base and its deltas, and applies each further delta as it is committed. What a
+save holds is read, verified and decoded first; only then does the memory change, for as long as
+copying the rows takes, so that a damaged save changes nothing. A new base of the same tables is
+compared with what is held, and changes only the rows that differ.
+
+Source of the standing service that is fed by deltas: "Continuous checkpointing of deep learning
+recommendation models" (thesis), where a loading process applies streamed rows to a copy in memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt.errors import (
+    RestoreError,
+    ServiceUnavailable,
+    StepGone,
+    StorageError,
+    TooLittleMemory,
+    without_frames,
+)
+from deltackpt.format import blocks
+from deltackpt.format.blocks import RowBlock
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import merge, reader
+from deltackpt.reading import saves as stored
+from deltackpt.reading.merge import Target
+from deltackpt.reading.reader import Piece, Targets
+from deltackpt.reading.saves import StoredSave
+from deltackpt.standby import shards
+from deltackpt.standby.gate import Gate
+from deltackpt.standby.memory import Place, SharedMemory, available_bytes
+
+#: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
+_STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
+_COMPARED_BYTES = 1 << 20
+#: So long a step that is not intact is not read again: it may be in the middle of being copied.
+_REFUSED_SECS = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Holding:
+    """A state that is held.
+
+    Attributes:
+      chain: the saves that it was merged from, base first.
+      layout: its tables.
+      sequence: of the memory while it holds this state.
+      lag_secs: how long after the commit of the newest save it was there.
+    """
+
+    chain: tuple[SaveInfo, ...]
+    layout: Layout
+    sequence: int
+    lag_secs: float
+
+    @property
+    def save(self) -> SaveInfo:
+        """The newest of its saves."""
+        return self.chain[-1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tables:
+    """Memory for the rows of a layout."""
+
+    layout: Layout
+    memory: SharedMemory
+    targets: Targets
+
+    @property
+    def staging_bytes(self) -> int:
+        return max(_LEAST_STAGING_BYTES, int(self.memory.nbytes * _STAGING_SHARE))
+
+
+#: What tells a step's directory from another one that has the same name later.
+_Stamp = tuple[str, int, int, int]
+
+
+class Follower:
+    """Holds one shard's rows of the newest intact step of a directory.
+
+    One thread calls ``advance``; the others may be called by any.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        item: str,
+        shard: int = 0,
+        shards: int = 1,
+        memory_bytes: int | None = None,
+    ):
+        """Opens a directory, read-only; nothing is loaded yet.
+
+        Args:
+          directory: root of the steps.
+          item: name of our item in a step.
+          shard: which part of the rows of each table to hold.
+          shards: of how many.
+          memory_bytes: most memory to take; what the machine has by default.
+
+        Raises:
+          StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
+        """
+        self._root = Root.open(directory, item=item, read_only=True)
+        self._item, self._shard, self._shards = item, shard, shards
+        self._memory_bytes = memory_bytes
+        self._gate = Gate()
+        self._tables: _Tables | None = None
+        self._holding: Holding | None = None
+        self._seen: _Stamp | None = None
+        #: What was wrong with steps, and when they are looked at again, on the monotonic clock.
+        self._refused: dict[_Stamp, tuple[float, RestoreError]] = {}
+        self._health = "starting"
+
+    @property
+    def holding(self) -> Holding | None:
+        """What it holds; None before the first load, and while one is under way."""
+        return self._holding
+
+    @property
+    def health(self) -> str:
+        """What it does, or what is wrong, in words."""
+        return self._health
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that holds the rows."""
+        tables = self._tables
+        return 0 if tables is None else tables.memory.nbytes
+
+    @property
+    def place(self) -> Place | None:
+        """Where processes of the same machine find the memory."""
+        tables = self._tables
+        return None if tables is None else tables.memory.place
+
+    def advance(self) -> bool:
+        """Looks at the directory once, and takes what is new.
+
+        Returns:
+          Whether another state is held than before.
+
+        Raises:
+          RestoreError: no step is intact.
+          TooLittleMemory: the rows do not fit.
+          StorageError: the directory cannot be read.
+        """
+        failure: RestoreError | None = None
+        steps = sorted(self._root.steps(), reverse=True)
+        self._refused = {
+            stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
+        }
+        for step in steps:
+            step_dir = self._root.step_dir(step)
+            try:
+                stamp = _stamp(step_dir)
+            except FileNotFoundError:
+                continue
+            if stamp == self._seen and self._holding is not None:
+                self._health = "follows" if failure is None else f"follows; {failure}"
+                return False
+            until, problem = self._refused.get(stamp, (0.0, None))
+            if problem is not None and time.monotonic() < until:
+                failure = failure or problem
+                continue
+            try:
+                with stored.standing(step_dir):
+                    taken = self._take(step_dir)
+            except StepGone as error:
+                failure = failure or without_frames(error)
+                continue
+            except RestoreError as error:
+                self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
+                failure = failure or error
+                continue
+            self._seen = stamp
+            self._health = "follows" if failure is None else f"follows; {failure}"
+            return taken
+        if failure is not None:
+            raise failure
+        self._health = "waits for a first step"
+        return False
+
+    def newest_step(self) -> int | None:
+        """Newest committed step on disk, None where there is none."""
+        return self._root.newest_step()
+
+    def pin(self, save_id: SaveId, timeout_secs: float) -> tuple[int, Holding]:
+        """Keeps a state for ``gate.PIN_SECS``, or until ``unpin``.
+
+        Raises:
+          ServiceUnavailable: it is not held, and was not within the timeout; ``found`` in the
+            message says what is.
+        """
+        pin = self._gate.pin(timeout_secs)
+        holding = self._holding
+        if pin is not None and holding is not None and holding.save.save_id == save_id:
+            return pin, holding
+        if pin is not None:
+            self._gate.unpin(pin)
+        found = self._health if holding is None else f"save id {holding.save.save_id}"
+        raise ServiceUnavailable(
+            f"shard {self._shard} of {self._shards}: expected it to hold save id {save_id}, found "
+            f"{found}; restore from storage, or wait"
+        )
+
+    def renew(self, pin: int) -> bool:
+        """Keeps a pinned state longer; False where it is kept no more."""
+        return self._gate.renew(pin)
+
+    def unpin(self, pin: int) -> None:
+        """Lets a pinned state go."""
+        self._gate.unpin(pin)
+
+    def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray:
+        """A copy of some virtual rows of a pinned state.
+
+        Raises:
+          ServiceUnavailable: the pin has ended, or the rows are another shard's.
+        """
+        if self._gate.renew(pin):
+            assert self._tables is not None
+            for target in self._tables.targets.all:
+                first, last = target.rows
+                if (target.group, target.field) == (group, field) and first <= start:
+                    if stop <= last:
+                        rows = target.buffer[start - first : stop - first].copy()
+                        # This thread may have slept for longer than the pin lasts.
+                        if self._gate.renew(pin):
+                            return rows
+        raise ServiceUnavailable(
+            f"shard {self._shard} of {self._shards}: expected a pinned state with rows [{start}, "
+            f"{stop}) of {group}.{field}, found none; restore from storage"
+        )
+
+    def _take(self, step_dir: Path) -> bool:
+        """Makes a step the state that is held; False where it is that already."""
+        newest = stored.read_save(step_dir, self._item)
+        held = self._holding
+        if held is not None and held.save.save_id == newest.info.save_id:
+            return False
+        further = _since(newest, held) if held is not None else None
+        if held is not None and further is not None:
+            try:
+                self._apply(further, held.chain)
+                return True
+            except RestoreError as error:
+                stored.raise_if_removed(further, error)
+                base = stored.read_chain(step_dir, self._item)[0]
+                if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
+                    raise
+                # A base was compacted meanwhile that stands for what is damaged, or nothing is
+                # held any more.
+        stored.read_whole(stored.read_chain(step_dir, self._item), self._take_chain)
+        return True
+
+    def _take_chain(self, saves: Sequence[StoredSave]) -> None:
+        held = self._holding
+        if held is not None and held.layout == saves[-1].layout == saves[0].layout:
+            self._apply(saves, ())
+        else:
+            self._load(saves)
+
+    def _load(self, saves: Sequence[StoredSave]) -> None:
+        """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
+        newest = saves[-1]
+        self._health = f"loads step {newest.info.save_id.step}"
+        chain = tuple(save.info for save in saves)
+        tables = self._tables
+        if tables is not None and tables.layout == newest.layout:
+            with self._changing(tables) as publish:
+                reader.fill(saves, tables.targets)
+                publish(chain, newest.step_dir)
+            return
+        tables = self._new_tables(newest.layout)
+        try:
+            reader.fill(saves, tables.targets)
+        except BaseException:
+            tables.memory.close()
+            raise
+        with self._changing(tables) as publish:
+            publish(chain, newest.step_dir)
+
+    def _apply(self, saves: Sequence[StoredSave], before: tuple[SaveInfo, ...]) -> None:
+        """Adds saves of the same tables to what is held, and makes the last the one that is.
+
+        Args:
+          saves: oldest first.
+          before: what of the held chain they go on from; nothing where the first is a base.
+        """
+        tables = self._tables
+        assert tables is not None
+        chain = (*before, *(save.info for save in saves))
+        if not before:
+            reader.check_covered(saves[0], tables.targets, reader.pieces(saves[0], tables.targets))
+        staged: list[RowBlock] = []
+        staged_bytes = 0
+        with contextlib.ExitStack() as stack:
+            publish = None
+            for number, (save, piece) in enumerate(_work(saves, tables.targets)):
+                found = _found(piece, compare=save.info.kind == "base")
+                staged += found
+                staged_bytes += sum(one.nbytes for one in found)
+                if staged_bytes <= tables.staging_bytes:
+                    continue
+                if publish is None:
+                    # The rest does not fit beside what is held: it is verified before that
+                    # begins to change, and read again.
+                    for _, later in itertools.islice(
+                        _work(saves, tables.targets), number + 1, None
+                    ):
+                        collections.deque(later.load(), maxlen=0)
+                    publish = stack.enter_context(self._changing(tables))
+                _merge(staged, tables.targets)
+                staged, staged_bytes = [], 0
+            publish = publish or stack.enter_context(self._changing(tables))
+            _merge(staged, tables.targets)
+            publish(chain, saves[-1].step_dir)
+
+    @contextlib.contextmanager
+    def _changing(self, tables: _Tables) -> Iterator[_Publish]:
+        """Within, the memory may change; what is published at the end is held afterwards."""
+        with self._gate.writing():
+            previous, self._tables = self._tables, tables
+            if previous is not None and previous is not tables:
+                previous.memory.close()
+            self._holding = None
+            tables.memory.begin_write()
+            publish = _Publish()
+            yield publish
+            tables.memory.end_write()
+            self._holding = Holding(
+                chain=publish.chain,
+                layout=tables.layout,
+                sequence=tables.memory.sequence,
+                lag_secs=max(0.0, time.time() - publish.committed_secs),
+            )
+
+    def _new_tables(self, layout: Layout) -> _Tables:
+        """Memory for other tables; where it does not fit beside the old one, that goes first."""
+        regions = shards.regions(layout, self._shard, self._shards)
+        wanted = shards.nbytes(regions)
+        previous = self.nbytes
+        limit = available_bytes() if self._memory_bytes is None else self._memory_bytes - previous
+        needed = wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
+        if limit < needed <= limit + previous:
+            self._let_go()
+            limit += previous
+        if needed > limit:
+            raise TooLittleMemory(
+                f"shard {self._shard} of {self._shards}: expected {needed:,} bytes of memory for "
+                f"its rows and what is on the way to them, found {max(0, limit):,}; start the "
+                "service with more shards on more nodes, or with more memory"
+            )
+        memory = SharedMemory(wanted)
+        targets = [
+            Target(
+                group=region.group,
+                field=region.field,
+                rows=region.rows,
+                columns=region.columns,
+                buffer=memory.array(
+                    region.offset,
+                    (region.rows[1] - region.rows[0], *region.trailing),
+                    region.dtype,
+                ),
+            )
+            for region in regions
+        ]
+        return _Tables(layout, memory, Targets(targets, layout))
+
+    def _let_go(self) -> None:
+        """Gives the memory back; nothing is held afterwards."""
+        with self._gate.writing():
+            previous, self._tables, self._holding = self._tables, None, None
+            if previous is not None:
+                previous.memory.close()
+
+
+class _Publish:
+    """Called once with what the memory holds now."""
+
+    chain: tuple[SaveInfo, ...] = ()
+    committed_secs: float = 0.0
+
+    def __call__(self, chain: tuple[SaveInfo, ...], step_dir: Path) -> None:
+        self.chain = chain
+        # The rename that committed the step. It may have been removed meanwhile.
+        with contextlib.suppress(OSError):
+            self.committed_secs = step_dir.stat().st_ctime
+
+
+def _stamp(step_dir: Path) -> _Stamp:
+    found = step_dir.stat()
+    return step_dir.name, found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
+    """The saves after the one that is held, oldest first; None where it is none of their parents.
+
+    Only its children may be added to what is held. A delta against an earlier save has every row
+    that was touched since, but for a training that went back in memory: rows that are held may
+    then be of moments that were given up. Where parents do not fit together, reading the whole
+    chain will say so.
+    """
+    found = [newest]
+    while found[-1].layout == held.layout:
+        save_id, parent = found[-1].info.save_id, found[-1].info.parent
+        if parent is None or parent.save_id.step >= save_id.step:
+            return None
+        if parent.save_id == held.save.save_id:
+            return found[::-1]
+        try:
+            save = stored.read_save(newest.step_dir.parent / parent.step_dir, newest.item)
+        except (RestoreError, StorageError):
+            return None
+        if save.info.save_id != parent.save_id:
+            return None
+        found.append(save)
+    return None
+
+
+def _work(saves: Sequence[StoredSave], targets: Targets) -> Iterator[tuple[StoredSave, Piece]]:
+    """The pieces of saves in their order; the row numbers of one save are in memory at a time."""
+    for save in saves:
+        for piece in reader.pieces(save, targets):
+            yield save, piece
+
+
+def _found(piece: Piece, *, compare: bool) -> list[RowBlock]:
+    """The rows of a piece, or those that differ from what is held."""
+    first, *beside = piece.load()
+    # What is beside replaces rows of the first block, which may be among those that differ.
+    return [*(_changed(first, piece.targets) if compare else [first]), *beside]
+
+
+def _changed(block: RowBlock, targets: Sequence[Target]) -> list[RowBlock]:
+    """The rows of a block that differ from what is held, in bits."""
+    found = []
+    for target in targets:
+        chosen = blocks.row_slice(block.rows, *target.rows)
+        common = target.overlap(block.columns)
+        if chosen.start == chosen.stop or common is None:
+            continue
+        rows = np.asarray(block.rows[chosen])
+        values = block.fields[target.field][chosen]
+        held = target.buffer[rows[0] - target.rows[0] : rows[-1] + 1 - target.rows[0]]
+        if target.columns is not None and block.columns != target.columns:
+            low, high = (column - target.columns[0] for column in common)
+            held = held[:, low:high]
+            values = values[:, common[0] - block.columns[0] : common[1] - block.columns[0]]
+            columns = common
+        else:
+            columns = block.columns
+        per_row = max(1, values[:1].nbytes)
+        step = max(1, _COMPARED_BYTES // per_row)
+        at = [
+            start + np.flatnonzero(_differ(values[start : start + step], part))
+            for start in range(0, len(rows), step)
+            for part in (held[rows[start : start + step] - rows[0]],)
+        ]
+        positions = np.concatenate(at)
+        if len(positions):
+            fields = {target.field: values[positions]}
+            found.append(RowBlock(block.group, rows[positions], columns, fields))
+    return found
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Which rows of two arrays of the same shape differ in any bit."""
+    flat = [
+        np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (one, other)
+    ]
+    return (flat[0] != flat[1]).any(axis=1)
+
+
+def _merge(staged: Sequence[RowBlock], targets: Targets) -> None:
+    for block in staged:
+        field = next(iter(block.fields))
+        rows = block.rows
+        if not len(rows):
+            continue
+        reach = reader.reach(rows)
+        merge.apply(block, targets.over(block.group, field, reach, block.columns))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tables group: those of equal fields, codecs and row sharding form one virtual table.
+
+Names and offsets follow from the tables' names, so every process finds the same groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import OptionError, TableSelectionError
+from deltackpt.format import blocks
+from deltackpt.format.manifest import FieldSpec, GroupEntry, TableEntry
+from deltackpt.policy import BitWidthPolicy, CodecChoice
+from deltackpt.state import paths
+from deltackpt.state.paths import Flat
+
+#: How rows are stored: for all tables, or by table path pattern (the first that matches; ``raw``
+#: where none does). A codec's name and a policy stand for the deltas' rows.
+_OneOption = str | BitWidthPolicy | CodecChoice
+CodecOption = _OneOption | Mapping[str, _OneOption]
+
+
+@dataclasses.dataclass
+class TableFields:
+    """A table's fields before its group is known.
+
+    Attributes:
+      name: the table.
+      fields: field name to the position of its leaf, and whether it is always written whole.
+    """
+
+    name: str
+    fields: dict[str, tuple[int, bool]]
+
+
+class Grouped(NamedTuple):
+    """Groups, tables, and the codec choice of each field of each group."""
+
+    groups: tuple[GroupEntry, ...]
+    tables: tuple[TableEntry, ...]
+    choices: dict[str, dict[str, CodecChoice]]
+
+
+def group_tables(
+    found: list[TableFields], flat: Flat, codec: CodecOption, slot_codec: CodecOption
+) -> Grouped:
+    """Groups and table entries of tables that come sorted by name.
+
+    Args:
+      found: the tables.
+      flat: the leaves of the state.
+      codec: how values are stored, for all tables or by table path pattern.
+      slot_codec: likewise for slots.
+
+    Raises:
+      TableSelectionError: a codec's pattern matches no table, or a dtype cannot be stored.
+      OptionError: a codec cannot hold the rows of a table.
+    """
+    names = [table.name for table in found]
+    values_of = _choices("codec", codec, names)
+    slots_of = _choices("slot_codec", slot_codec, names)
+    rows_of: dict[Any, int] = {}
+    placed = []
+    for table in found:
+        for field, (i, _) in table.fields.items():
+            _check_dtype(f"table {table.name}, {field}", np.dtype(flat.leaves[i].dtype))
+        specs = tuple(
+            _field_spec(field, flat.leaves[i], always)
+            for field, (i, always) in sorted(table.fields.items(), key=_values_first)
+        )
+        _check_array_names(table.name, specs)
+        choices = tuple(
+            (values_of if spec.name == blocks.VALUES else slots_of)[table.name] for spec in specs
+        )
+        for spec, choice in zip(specs, choices, strict=True):
+            _check_fit(table.name, spec, choice)
+        shardings = tuple(_row_sharding(flat.leaves[table.fields[spec.name][0]]) for spec in specs)
+        key = (specs, choices, shardings)
+        rows = flat.leaves[table.fields[blocks.VALUES][0]].shape[0]
+        placed.append((table, key, rows_of.get(key, 0), rows))
+        rows_of[key] = rows_of.get(key, 0) + rows
+    name_of = {key: f"g{number}" for number, key in enumerate(rows_of)}
+    groups = tuple(
+        GroupEntry(name=name_of[key], rows=rows, fields=key[0]) for key, rows in rows_of.items()
+    )
+    entries = tuple(
+        TableEntry(
+            name=table.name,
+            group=name_of[key],
+            offset=offset,
+            rows=rows,
+            leaves={spec.name: flat.paths[table.fields[spec.name][0]] for spec in key[0]},
+        )
+        for table, key, offset, rows in placed
+    )
+    chosen = {
+        name: {spec.name: choice for spec, choice in zip(key[0], key[1], strict=True)}
+        for key, name in name_of.items()
+    }
+    return Grouped(groups, entries, chosen)
+
+
+def _values_first(item: tuple[str, Any]) -> tuple[bool, str]:
+    return item[0] != blocks.VALUES, item[0]
+
+
+def _choices(option: str, given: CodecOption, names: list[str]) -> dict[str, CodecChoice]:
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, CodecChoice.of(given))
+    for pattern in given:
+        if not any(paths.matches(pattern, name) for name in names):
+            raise TableSelectionError(
+                f"{option}: pattern {pattern!r} matches no table; the tables are\n"
+                f"{paths.listed(names)}"
+            )
+    return {name: CodecChoice.of(_first_match(given, name)) for name in names}
+
+
+def _first_match(given: Mapping[str, _OneOption], name: str) -> _OneOption:
+    matching = (choice for pattern, choice in given.items() if paths.matches(pattern, name))
+    return next(matching, "raw")
+
+
+def _check_dtype(what: str, dtype: np.dtype) -> None:
+    if not codecs.can_store(dtype):
+        raise TableSelectionError(
+            f"{what}: expected numbers that Zarr can hold, in this machine's order of bytes, found "
+            f"{dtype!r}; cast it, as by x.astype(x.dtype.newbyteorder('='))"
+        )
+
+
+def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:
+    """A slot's stored array must not bear the name of one that a codec of another slot may add."""
+    taken = {
+        codecs.array_name(spec.name, suffix): spec.name
+        for spec in specs
+        for suffix in codecs.SUFFIXES
+    }
+    for spec in specs:
+        if spec.name in taken:
+            raise TableSelectionError(
+                f"table {table}: expected slot names that stay apart from those of stored arrays, "
+                f"found {spec.name}, which is an array of {taken[spec.name]} too; rename the slot: "
+                f"none may end in one of {', '.join('.' + suffix for suffix in codecs.SUFFIXES)} "
+                "of another one"
+            )
+
+
+def _check_fit(table: str, spec: FieldSpec, choice: CodecChoice) -> None:
+    for name in choice.names():
+        try:
+            codecs.get(name).check(spec.trailing, codecs.dtype_of(spec.dtype))
+        except OptionError as error:
+            raise OptionError(f"table {table}, {spec.name}: {error}") from error
+
+
+def _field_spec(field: str, leaf: Any, always: bool) -> FieldSpec:
+    return FieldSpec(
+        name=field,
+        trailing=tuple(int(size) for size in leaf.shape[1:]),
+        dtype=np.dtype(leaf.dtype).name,
+        always=always,
+    )
+
+
+def _row_sharding(leaf: Any) -> str:
+    """A leaf's sharding as text; empty where every device holds all of it."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or sharding.is_fully_replicated:
+        return ""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = list(sharding.spec)
+        while spec and spec[-1] is None:
+            spec.pop()
+        return f"{dict(sharding.mesh.shape)} {spec}"
+    return str(sharding)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which process writes which rows: every row of every field exactly once.
+
+A field's sharding cuts its table into boxes of rows and columns. A box that several devices hold is
+divided among them by rows. Every process computes the same division from the shardings alone, so
+that nothing is negotiated; it looks at its own shards only, so that the work per process does not
+grow with the number of processes (but for one map of devices for each sharding, which is kept).
+
+Which rows of a box are touched is known where the stamps are. A device writes rows only if its
+process holds their stamps too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from deltackpt import processes
+from deltackpt.errors import TrackingError
+from deltackpt.format.blocks import Box, Span
+
+#: A device writes at least so much of a box, where the box has it: slivers of a small table would
+#: cost a restore one request each.
+_LEAST_BYTES = 4096
+_REMEMBERED = 1 << 16
+
+#: Row part and column part of a table, by number.
+_Cell = tuple[int, int]
+
+
+class Share(NamedTuple):
+    """Rows that this process writes.
+
+    Attributes:
+      box: which of the table.
+      data: (rows, *trailing) of the shard that holds them, or more rows than that.
+      skip: the first row of ``data`` that is one of them.
+    """
+
+    box: Box
+    data: Any
+    skip: int
+
+
+class _Owned(NamedTuple):
+    """A box, the device that writes it, and how many rows of its shard lie before it."""
+
+    box: Box
+    device: Any
+    skip: int
+
+
+def shares(leaf: Any, stamps: Any = None, *, turn: int = 0) -> Iterator[Share]:
+    """What this process writes of one field of one table.
+
+    Args:
+      leaf: (rows, *trailing), a jax.Array of any sharding. A numpy array is taken to be the same
+        on every process.
+      stamps: the table's stamps, (rows,); None where no row needs to be known as touched.
+      turn: number of the table: small tables are spread over the devices by it.
+
+    Raises:
+      TrackingError: rows whose stamps are on none of the processes that hold them.
+    """
+    row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
+    if not isinstance(leaf, jax.Array):
+        rows, columns = leaf.shape[0], (0, _width(leaf.shape))
+        owners = _owners(tuple(range(processes.count())), rows * row_bytes, turn)
+        for number, owner in enumerate(owners):
+            span = _part((0, rows), number, len(owners))
+            if owner == processes.index() and span[0] < span[1]:
+                yield Share(Box(span, columns), leaf, span[0])
+        return
+    known = stamps.sharding if isinstance(stamps, jax.Array) else None
+    data = {shard.device: shard.data for shard in leaf.addressable_shards}
+    here = processes.index()
+    for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn, here):
+        yield Share(owned.box, data[owned.device], owned.skip)
+
+
+def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """The box of each device of this process.
+
+    Args:
+      sharding: of the field.
+      shape: of the field, (rows, *trailing).
+    """
+    return {
+        device: _box(index, shape)
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+        if processes.of(device) == processes.index()
+    }
+
+
+def shared_rows(stamps: Any) -> frozenset[Span]:
+    """Rows of the stamps that this process holds, by shard, and other processes hold too.
+
+    Args:
+      stamps: (rows,); a numpy array is taken to be the same on every process.
+    """
+    if not isinstance(stamps, jax.Array):
+        return frozenset({(0, stamps.shape[0])} if processes.count() > 1 else ())
+    return _shared_rows(stamps.sharding, stamps.shape, processes.index())
+
+
+@functools.lru_cache(_REMEMBERED)
+def _shared_rows(sharding: Any, shape: tuple[int, ...], here: int) -> frozenset[Span]:
+    grid = _grid(sharding, _parts(sharding, shape))
+    found = set()
+    for device, box in boxes(sharding, shape).items():
+        holders = {processes.of(other) for other in grid.holders[grid.cell_of[device]]}
+        if holders - {here}:
+            found.add(box.rows)
+    return frozenset(found)
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """All of a field of some shape, (rows, *trailing)."""
+    return Box((0, shape[0]), (0, _width(shape)))
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    padded = (*index, slice(None), slice(None))
+    first, last, _ = padded[0].indices(shape[0])
+    left, right, _ = padded[1].indices(_width(shape))
+    return Box((first, last), (left, right))
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return shape[1] if len(shape) > 1 else 1
+
+
+@functools.lru_cache(_REMEMBERED)
+def _owned(
+    sharding: Any, stamps: Any, shape: tuple[int, ...], row_bytes: int, turn: int, here: int
+) -> tuple[_Owned, ...]:
+    """What process ``here``, this one, writes of a field."""
+    parts = _parts(sharding, shape)
+    grid = _grid(sharding, parts)
+    local = {}
+    for device, box in boxes(sharding, shape).items():
+        local.setdefault(box, device)
+    found: list[_Owned] = []
+    for box, holder in sorted(local.items(), key=lambda item: item[0]):
+        cell = grid.cell_of[holder]
+        for rows, knowing in _known(stamps, shape[0], box.rows):
+            holders = grid.holders[cell]
+            if knowing is not None:
+                holders = tuple(d for d in holders if processes.of(d) in knowing)
+                if not holders:
+                    raise TrackingError(
+                        f"rows {rows} of an array of shape {shape}: expected their stamps on a "
+                        f"process that holds them, found sharding {sharding} and stamps of "
+                        f"sharding {stamps}; shard tables, slots and stamps over the same devices"
+                    )
+            nbytes = (rows[1] - rows[0]) * row_bytes // parts[1]
+            owners = _owners(holders, nbytes, turn + sum(cell))
+            for number, owner in enumerate(owners):
+                part = _part(rows, number, len(owners))
+                if processes.of(owner) == here and part[0] < part[1]:
+                    skip = part[0] - box.rows[0]
+                    _append(found, _Owned(Box(part, box.columns), owner, skip))
+    return tuple(found)
+
+
+def _append(found: list[_Owned], more: _Owned) -> None:
+    """Appends, or lengthens the last one where ``more`` goes on from it."""
+    if found:
+        last = found[-1]
+        together = (last.device, last.box.columns) == (more.device, more.box.columns)
+        if together and last.box.rows[1] == more.box.rows[0]:
+            rows = (last.box.rows[0], more.box.rows[1])
+            found[-1] = last._replace(box=Box(rows, last.box.columns))
+            return
+    found.append(more)
+
+
+def _known(stamps: Any, rows: int, span: Span) -> Iterator[tuple[Span, frozenset[int] | None]]:
+    """Cuts a span of rows at the boundaries of the stamps' shards.
+
+    Yields:
+      Each piece, and the processes that hold its stamps; None where that does not matter.
+    """
+    if stamps is None:
+        yield span, None
+        return
+    (count, _) = parts = _parts(stamps, (rows,))
+    grid = _grid(stamps, parts)
+    for number in range(count):
+        piece = _part((0, rows), number, count)
+        common = max(span[0], piece[0]), min(span[1], piece[1])
+        if common[0] < common[1]:
+            yield common, frozenset(map(processes.of, grid.holders[number, 0]))
+
+
+def _owners(holders: tuple[Any, ...], nbytes: int, turn: int) -> tuple[Any, ...]:
+    """Those of the holders that write a part each, spread evenly over them."""
+    count = min(len(holders), max(1, nbytes // _LEAST_BYTES))
+    first = turn % len(holders)
+    turned = holders[first:] + holders[:first]
+    return tuple(turned[number * len(holders) // count] for number in range(count))
+
+
+def _part(span: Span, number: int, count: int) -> Span:
+    """One of ``count`` nearly equal parts of a span."""
+    length = span[1] - span[0]
+    return span[0] + length * number // count, span[0] + length * (number + 1) // count
+
+
+def _parts(sharding: Any, shape: tuple[int, ...]) -> _Cell:
+    """Into how many parts a sharding cuts rows and columns."""
+    shard = sharding.shard_shape(shape)
+    if shard[2:] != shape[2:]:
+        raise TrackingError(
+            f"an array of shape {shape}: expected a sharding of its first two axes, found "
+            f"{sharding}; shard tables and slots by rows and columns only"
+        )
+    counts = [max(1, -(-size // max(1, part))) for size, part in zip(shape[:2], shard[:2])]
+    return counts[0], counts[1] if len(counts) > 1 else 1
+
+
+class _Grid(NamedTuple):
+    """Which devices hold which part, in an order that is the same on every process."""
+
+    holders: dict[_Cell, tuple[Any, ...]]
+    cell_of: dict[Any, _Cell]
+
+
+@functools.lru_cache(_REMEMBERED)
+def _grid(sharding: Any, parts: _Cell) -> _Grid:
+    holders: dict[_Cell, list[Any]] = {}
+    cell_of = {}
+    # The parts themselves as an array of one number each: the same cells whatever the rows.
+    for device, index in _indices(sharding, parts).items():
+        box = _box(index, parts)
+        cell_of[device] = cell = (box.rows[0], box.columns[0])
+        holders.setdefault(cell, []).append(device)
+    return _Grid({cell: _ordered(devices) for cell, devices in holders.items()}, cell_of)
+
+
+def _ordered(devices: list[Any]) -> tuple[Any, ...]:
+    """By process and number; of CPU devices, which share their memory, one for each process."""
+    found = sorted(devices, key=lambda device: (processes.of(device), device.id))
+    if any(device.platform != "cpu" for device in found):
+        return tuple(found)
+    return tuple({processes.of(device): device for device in reversed(found)}.values())[::-1]
+
+
+def _indices(sharding: Any, parts: _Cell) -> dict[Any, tuple[slice, ...]]:
+    try:
+        return sharding.devices_indices_map(parts)
+    except ValueError:  # A sharding of one axis.
+        found = sharding.devices_indices_map(parts[:1])
+        return {device: (*index, slice(None)) for device, index in found.items()}

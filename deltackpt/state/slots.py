@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which leaves of an optimizer state are slots of which table.
+
+This is optax's own tree mapping (``optax.tree_utils.tree_map_params``) without the optimizer at
+hand, since a checkpoint sees only its state: a part of the optimizer state that has the structure
+of a params tree, ``MaskedNode`` standing for what a mask took out, holds one leaf per parameter.
+Whole structures are compared, never the ends of paths: table ``emb`` does not get the slots
+of ``tower/emb``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deltackpt.errors import TableSelectionError
+from deltackpt.format.manifest import path_name
+from deltackpt.state import paths
+from deltackpt.state.paths import Flat
+
+#: A node of the tree of canonical paths: step text to child; a leaf is its position.
+Node = dict[str, "Node | int"]
+
+#: Slots of factored statistics, whose rows all move at every step: optax's Adafactor.
+_ALWAYS = frozenset({"v_row", "v_col"})
+#: The names by which libraries call the params tree and the optimizer state.
+_PARAMS = frozenset({"params", "model"})
+_OPT_STATE = "opt_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One slot of one table.
+
+    Attributes:
+      table, leaf: positions of the table's leaf and of the slot's.
+      name: path of the params-like tree that holds the slot, e.g. ``opt_state/0/mu``.
+      always: the slot is a factored statistic, whose rows all move at every step.
+    """
+
+    table: int
+    leaf: int
+    name: str
+    always: bool
+
+
+def optimizer_leaves(tree: Any, flat: Flat) -> list[bool | None]:
+    """For each leaf: None outside of optimizer states, else whether the state has its types.
+
+    An optimizer state is what stands under the key ``opt_state``, an optax state, or a tuple
+    of such states as ``optax.chain`` makes them. It lacks its types in an nnx ``State`` and where
+    it was restored as plain dicts and lists.
+    """
+    typed = {path for path in paths.nodes(tree, _is_optax_state) if path}
+    roots = {path[:depth] for path in typed for depth in range(1, len(path) + 1)}
+    answer: list[bool | None] = []
+    for path in flat.paths:
+        depths = range(1, len(path) + 1)
+        inside = (d for d in depths if path[:d] in typed or str(path[d - 1][1]) == _OPT_STATE)
+        depth = next(inside, None)
+        answer.append(None if depth is None else path[:depth] in roots)
+    return answer
+
+
+def is_always(slot: Slot, always: str | Sequence[str]) -> bool:
+    """Whether a slot is written whole: a factored statistic, or named by a pattern.
+
+    A pattern matches a slot's whole name, or its last step: ``v_row`` matches
+    ``opt_state/0/v_row``.
+    """
+    patterns = [always] if isinstance(always, str) else always
+    last = slot.name.rpartition("/")[2]
+    return slot.always or any(
+        paths.matches(pattern, slot.name) or paths.matches(pattern, last) for pattern in patterns
+    )
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(type(node), "_fields")
+
+
+def _is_optax_state(node: Any) -> bool:
+    if _is_named_tuple(node):  # an empty one tells nothing: plain dicts may hold a MaskedNode
+        return bool(node) and type(node).__module__.split(".")[0] in ("optax", "deltackpt")
+    if type(node) is not tuple or not node:
+        return False
+    states = [_is_optax_state(item) for item in node]
+    return any(states) and all(
+        state or _is_named_tuple(item) for state, item in zip(states, node, strict=True)
+    )
+
+
+def find_slots(flat: Flat, tables: Sequence[int], optimizer: Sequence[bool | None]) -> list[Slot]:
+    """Slots of the tables at the positions ``tables``; ``optimizer`` as by optimizer_leaves.
+
+    Raises:
+      TableSelectionError: a params-like part of the optimizer state fits several params
+        trees equally well; the message lists them.
+    """
+    outside = [i for i, typed in enumerate(optimizer) if typed is None]
+    inside = [i for i, typed in enumerate(optimizer) if typed is not None]
+    params = list(_containers(_trie(flat, outside), ()))
+    exact = [bool(typed) and not flat.in_variable[i] for i, typed in enumerate(optimizer)]
+    wanted = set(tables)
+    found = []
+    for prefix, pairs in _mirrors(_trie(flat, inside), (), params, flat, wanted, exact):
+        for table, leaf in pairs:
+            shape = getattr(flat.leaves[leaf], "shape", ())
+            if table in wanted and shape and shape[0] == flat.leaves[table].shape[0]:
+                found.append(Slot(table, leaf, "/".join(prefix), prefix[-1] in _ALWAYS))
+    return found
+
+
+def _trie(flat: Flat, positions: Sequence[int]) -> Node:
+    root: Node = {}
+    for i in positions:
+        node = root
+        *front, last = [str(step) for _, step in flat.paths[i]] or [""]
+        for step in front:
+            child = node.setdefault(step, {})
+            if isinstance(child, int):
+                raise TableSelectionError(
+                    f"{path_name(flat.paths[i])}: another leaf stands on the way to it, "
+                    f"at {path_name(flat.paths[child])}; rename one of the two keys"
+                )
+            node = child
+        node[last] = i
+    return root
+
+
+def _containers(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
+    yield prefix, node
+    for step, child in node.items():
+        if isinstance(child, dict):
+            yield from _containers(child, (*prefix, step))
+
+
+def _mirrors(
+    node: Node,
+    prefix: tuple[str, ...],
+    params: Sequence[tuple[tuple[str, ...], Node]],
+    flat: Flat,
+    tables: set[int],
+    exact: Sequence[bool],
+) -> Iterator[tuple[tuple[str, ...], list[tuple[int, int]]]]:
+    """Outermost params-like parts at or below ``node``, with their (parameter, leaf) pairs."""
+    fits = []
+    for where, tree in params:
+        pairs = _pairs(tree, node, flat, exact)
+        if pairs:
+            fits.append((where, pairs))
+    if fits:
+        for _, pairs in _preferred(fits, prefix, tables):
+            yield prefix, pairs
+        return
+    for step, child in node.items():
+        if isinstance(child, dict):
+            yield from _mirrors(child, (*prefix, step), params, flat, tables, exact)
+
+
+def _preferred(
+    fits: list[tuple[tuple[str, ...], list[tuple[int, int]]]],
+    prefix: tuple[str, ...],
+    tables: set[int],
+) -> list[tuple[tuple[str, ...], list[tuple[int, int]]]]:
+    """The one params tree among those that fit; none where no table is concerned."""
+    if not any(param in tables for _, pairs in fits for param, _ in pairs):
+        return []
+    if len(fits) > 1:
+        named = [fit for fit in fits if fit[0] and fit[0][-1] in _PARAMS]
+        fits = named if len(named) == 1 else fits
+    if len(fits) > 1:
+        raise TableSelectionError(
+            f"slots: {'/'.join(prefix)} has the structure of more than one params tree:\n"
+            f"{paths.listed('/'.join(where) or '(the state itself)' for where, _ in fits)}\n"
+            "say which leaves are slots with Tables(slots={table pattern: {slot name: path}}), "
+            "or slots={} to save them whole"
+        )
+    return fits
+
+
+def _pairs(
+    tree: Node | int, node: Node | int, flat: Flat, exact: Sequence[bool]
+) -> list[tuple[int, int]] | None:
+    """(parameter, leaf) positions where ``node`` has the structure of ``tree``, else None.
+
+    Where types are lost there is no ``MaskedNode``: what a mask took out, or what the optimizer
+    was not given (nnx batch statistics), is missing, so there ``node`` may lack some of ``tree``.
+    """
+    if isinstance(node, int):
+        leaf = flat.leaves[node]
+        if isinstance(tree, int):
+            if paths.is_empty(leaf):
+                return []
+            return [(tree, node)] if _fits(flat.leaves[tree], leaf) else None
+        return [] if _is_masked(leaf) else None
+    if isinstance(tree, int) or not node.keys() <= tree.keys():
+        return None
+    whole = node.keys() == tree.keys()
+    pairs: list[tuple[int, int]] = []
+    for step, child in node.items():
+        inner = _pairs(tree[step], child, flat, exact)
+        if inner is None:
+            return None
+        pairs += inner
+    if not whole and any(exact[leaf] for _, leaf in pairs):
+        return None
+    return pairs
+
+
+def _is_masked(leaf: Any) -> bool:
+    optax = sys.modules.get("optax")
+    return leaf is None or (optax is not None and isinstance(leaf, optax.MaskedNode))
+
+
+def _fits(param: Any, leaf: Any) -> bool:
+    """Whether a leaf can be an optimizer's statistic of a parameter, by shape."""
+    shape, own = getattr(leaf, "shape", None), getattr(param, "shape", None)
+    if shape is None or own is None:
+        return shape is own
+    if tuple(shape) in (tuple(own), (), (1,)):
+        return True
+    return any(tuple(shape) == (*own[:axis], *own[axis + 1 :]) for axis in range(len(own)))

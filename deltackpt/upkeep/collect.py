@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collection without a trainer: what nothing needs any more is found, and removed.
+
+A trainer collects by itself. This is for a directory whose trainer has ended: what cut saves, cut
+deletions and cut compactions left, compacted bases in which no chain ends, and, where asked, older
+steps and rolled-back runs.
+
+A save in flight looks like one that was cut, so nothing is removed beside a trainer that may live.
+Whoever collects takes the lease, as a trainer that starts does: one that was taken for dead is
+fenced at its next commit, and commits nothing that refers to what was removed. The lease says
+which process of which host took it. Without the caller's word that nobody trains, it must be a
+process of this host that has ended, and neither the lease, the newest step nor an unfinished save
+may have changed for an hour: process ids say nothing across containers.
+
+What a step that goes is replaced by must be intact: before steps are removed, the compacted bases
+that stand for some of them and the newest chain that is kept are read and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from deltackpt.errors import Damaged, InUse, RestoreError, StorageError
+from deltackpt.format import chain
+from deltackpt.format import names as layout
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.directory import Root, epochs, is_leftover
+from deltackpt.reading import saves as stored
+from deltackpt.storage import digests, files
+from deltackpt.upkeep import compact
+
+#: A trainer that changed something within this time may live.
+QUIET_SECS = 3600.0
+
+Kind = Literal["cut save", "cut deletion", "cut compaction", "compacted base", "step", "rollback"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Removable:
+    """Something that nothing needs.
+
+    Attributes:
+      name: its path below the root.
+      kind: what it is.
+      reason: why it may go.
+      nbytes: bytes of its files.
+    """
+
+    name: str
+    kind: Kind
+    reason: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which steps stay, besides what their chains need; every step where nothing is said.
+
+    Attributes:
+      keep_last: how many of the newest steps.
+      keep_every: steps that are multiples of it.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def keeps(self, steps: Collection[int]) -> frozenset[int]:
+        """Those of the steps that stay."""
+        if self.keep_last is None and self.keep_every is None:
+            return frozenset(steps)
+        kept = set(sorted(steps)[-self.keep_last :] if self.keep_last else ())
+        # The newest step is what a run goes on from.
+        kept.add(max(steps, default=0))
+        if self.keep_every is not None:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        return frozenset(kept & set(steps))
+
+
+#: Every step stays.
+KEEP_ALL = Retention()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collectable:
+    """What may go from a directory, or went.
+
+    Attributes:
+      directory: the directory.
+      removable: what may go; steps newest first, so that what stays is closed under parents.
+      kept: steps that stay.
+      notes: what stays although it was asked for, and why.
+      in_use: why a trainer may be at work here; None where none can be.
+    """
+
+    directory: str
+    removable: tuple[Removable, ...]
+    kept: tuple[int, ...]
+    notes: tuple[str, ...]
+    in_use: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that may go."""
+        return sum(found.nbytes for found in self.removable)
+
+
+def collectable(
+    directory: str | os.PathLike[str],
+    *,
+    item: str = layout.EMBEDDINGS_ITEM,
+    retention: Retention = KEEP_ALL,
+    rolled_back: bool = False,
+) -> Collectable:
+    """Finds what nothing needs; changes nothing.
+
+    Args:
+      directory: root of the steps.
+      item: name of our item in them.
+      retention: which steps stay.
+      rolled_back: whether runs that a rollback moved aside may go.
+
+    Raises:
+      ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
+    """
+    return _look(directory, item, retention, rolled_back, {})
+
+
+#: Folder of a save, its inode, and whether inside or beside our item, to what is wrong there.
+_Checked = dict[tuple[Path, int, bool], "Damaged | None"]
+
+
+def _look(
+    directory: str | os.PathLike[str],
+    item: str,
+    retention: Retention,
+    rolled_back: bool,
+    checked: _Checked,
+) -> Collectable:
+    opened = Root.open(directory, item=item, read_only=True)
+    path = opened.path
+    found = [*_cut(path)]
+    reason = in_use(opened)
+    steps, notes = _Plan(opened, item, retention, checked).find()
+    found += steps
+    if rolled_back:
+        found += [
+            _removable(path, run.relative_to(path), "rollback", "a rollback moved it aside")
+            for run in _entries(path / layout.ROLLED_BACK)
+        ]
+    gone = {entry.name for entry in found if entry.kind == "step"}
+    kept = sorted(step for step in opened.steps() if str(step) not in gone)
+    return Collectable(
+        directory=str(path),
+        removable=tuple(found),
+        kept=tuple(kept),
+        notes=tuple(notes),
+        in_use=reason,
+    )
+
+
+def collect(
+    directory: str | os.PathLike[str],
+    *,
+    item: str = layout.EMBEDDINGS_ITEM,
+    retention: Retention = KEEP_ALL,
+    rolled_back: bool = False,
+    offline: bool = False,
+) -> Collectable:
+    """Removes what nothing needs; a cut at any moment leaves each step whole or gone.
+
+    Args:
+      directory: root of the steps.
+      item: name of our item in them.
+      retention: which steps stay.
+      rolled_back: whether runs that a rollback moved aside may go.
+      offline: the caller's word that no trainer is at work here.
+
+    Returns:
+      What was removed.
+
+    Raises:
+      InUse: a trainer may be at work, or a copy to the directory is.
+      AlreadyCompacting: a compaction is.
+      FencedError: a trainer started meanwhile; what was not removed yet stays.
+      ForeignDirectory, StorageError: the directory cannot be read or written.
+    """
+    checked: _Checked = {}
+    opened = Root.open(directory, item=item, read_only=True)
+    path = opened.path
+    judged = max(epochs(path), default=0)
+    first = _look(path, item, retention, rolled_back, checked)
+    if first.in_use is not None and not offline:
+        raise InUse(
+            f"{first.directory}: expected that no trainer is at work, found {first.in_use}; a "
+            "trainer collects by itself. Where you know that it has ended, collect with --offline"
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exclusive(path))
+        if (path / layout.COMPACTED).is_dir():
+            stack.enter_context(compact.exclusive(path))
+        # Taking the lease, from whoever was judged to have ended, removes what was cut.
+        opened = stack.enter_context(
+            contextlib.closing(Root.open(path, item=item, after_epoch=judged))
+        )
+        found = _look(path, item, retention, rolled_back, checked)
+        for number, removable in enumerate(found.removable):
+            _move_to_trash(opened, removable, number)
+        opened.empty_trash()
+        with files.typed_errors(path, "remove what is empty"):
+            _remove_empty(path, item)
+    known = {removable.name for removable in found.removable}
+    cut = tuple(entry for entry in first.removable if entry.name not in known and _is_cut(entry))
+    return dataclasses.replace(found, removable=(*cut, *found.removable), in_use=first.in_use)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Holds a directory against collections of it and copies to it.
+
+    The kernel lets go of it when the process ends, however it does.
+
+    Args:
+      path: the directory; it is made where it is missing.
+
+    Raises:
+      InUse: another process holds it.
+      StorageError: it cannot be written.
+    """
+    place = path / layout.COPYING
+    name = place / "lock"
+    with files.typed_errors(name, "be locked"), contextlib.ExitStack() as stack:
+        while True:
+            place.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = stack.enter_context(open(name, "ab"))
+            except FileNotFoundError:
+                continue  # Whoever held it is leaving.
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InUse(
+                    f"{path}: expected no other copy to it or collection of it, found its lock "
+                    "held by another process; wait until that one has ended"
+                ) from error
+            # Whoever leaves removes the file: what was locked must be what has the name.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), name.stat()):
+                    break
+        held = stack.pop_all()
+    with held:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # A copy was cut off: what it wrote stays.
+                if os.listdir(place) == [name.name]:
+                    name.unlink()
+                    place.rmdir()
+
+
+def _is_cut(removable: Removable) -> bool:
+    return removable.kind in ("cut save", "cut deletion", "cut compaction")
+
+
+def _move_to_trash(opened: Root, removable: Removable, number: int) -> None:
+    """Renames it, durably, so that it is whole or gone under its name."""
+    trash = opened.path / opened.new_trash()
+    with files.typed_errors(trash, "make a directory"):
+        trash.mkdir(parents=True)
+    # A trainer that started meanwhile holds the directory: nothing more is removed.
+    opened.check_lease()
+    source = opened.path / removable.name
+    files.rename(source, trash / f"{number}.{source.name}", fsync=True)
+
+
+def _remove_empty(path: Path, item: str) -> None:
+    """Folders that nothing is left in."""
+    for folder in (*_entries(path / layout.COMPACTED), *_entries(path / layout.TRASH)):
+        if folder.is_dir():
+            with contextlib.suppress(OSError):  # Another item of the step has a base.
+                folder.rmdir()
+
+
+def _cut(path: Path) -> Iterator[Removable]:
+    """What cut saves, deletions and compactions left."""
+    for name in sorted(os.listdir(path)):
+        if is_leftover(name):
+            yield _removable(path, Path(name), "cut save", "it was never committed")
+    for entry in (one for trash in _entries(path / layout.TRASH) for one in _entries(trash)):
+        yield _removable(path, entry.relative_to(path), "cut deletion", "it was being deleted")
+    for entry in _entries(path / layout.COMPACTED):
+        if layout.is_compaction(entry.name):
+            yield _removable(
+                path, entry.relative_to(path), "cut compaction", "it was never published"
+            )
+
+
+class _Plan:
+    """What may go of the steps, and of the compacted bases."""
+
+    def __init__(self, opened: Root, item: str, retention: Retention, checked: _Checked):
+        self._root = opened
+        self._path = opened.path
+        self._item = item
+        self._retention = retention
+        self._checked = checked
+        self._notes: list[str] = []
+
+    def find(self) -> tuple[list[Removable], list[str]]:
+        """Steps that retention does not keep, and compacted bases in which no chain ends."""
+        saves = self._root.saves()
+        infos = {step: info for step, info in saves.items() if info is not None}
+        unreadable = sorted(set(saves) - set(infos))
+        if unreadable:
+            return [], [f"every step and base stays: the manifests of {unreadable} cannot be read"]
+        keep = self._retention.keeps(infos)
+        bases = self._bases()
+        while True:
+            live = self._live(infos, keep, bases)
+            standing = [infos[step] for step in live]
+            ids = _ids(bases.values())
+            needed = chain.needed_bases(standing, (), ids)
+            steps = sorted(set(infos) - live, reverse=True)
+            unneeded = [name for name, info in sorted(bases.items()) if info.save_id not in needed]
+            if not steps and not unneeded:
+                break
+            ends = [name for name, info in bases.items() if info.save_id in needed]
+            damaged = [name for name in ends if self._is_damaged_base(name)]
+            if not damaged:
+                break
+            # They stand for nothing: what they would replace is needed.
+            bases = {name: info for name, info in bases.items() if name not in damaged}
+        if (steps or unneeded) and not self._keeps_an_intact_chain(infos, keep, bases):
+            self._notes.append("every step and base stays: nothing that is kept is intact")
+            return [], self._notes
+        if extra := sorted(live - keep):
+            self._notes.append(
+                f"the steps {extra} stay only because chains that are kept need them; "
+                "deltackpt compact shortens the chain"
+            )
+        return [*self._steps(steps), *self._removable_bases(unneeded)], self._notes
+
+    def _steps(self, steps: Sequence[int]) -> Iterator[Removable]:
+        for step in steps:
+            yield _removable(self._path, Path(str(step)), "step", "no step that is kept needs it")
+
+    def _removable_bases(self, names: Sequence[str]) -> Iterator[Removable]:
+        for name in names:
+            below = layout.compacted_dir(self._path / name, self._item).relative_to(self._path)
+            yield _removable(self._path, below, "compacted base", "no chain ends in it")
+
+    def _bases(self) -> Mapping[str, SaveInfo]:
+        """Compacted bases by the names of their steps; those that cannot be read stay."""
+        bases = {}
+        for name in stored.compacted_bases(self._path, self._item):
+            try:
+                bases[name] = stored.read_base(self._path / name, self._item).info
+            except (RestoreError, StorageError) as error:
+                self._notes.append(f"{layout.COMPACTED}/{name} stays, it is damaged: {error}")
+        return bases
+
+    def _live(
+        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
+    ) -> frozenset[int]:
+        """Steps that must stay, those that the chains of other items of ours need among them."""
+        ids = [infos[step].save_id for step in keep]
+        live = chain.live_set(ids, infos.values(), (), _ids(bases.values()))
+        steps = {step for step, info in infos.items() if info.save_id in live}
+        for item in self._other_items(infos):
+            others = Root.open(self._path, item=item, read_only=True).saves()
+            if any(info is None and self._holds(step, item) for step, info in others.items()):
+                return frozenset(infos)  # What its chains need is not known.
+            known = {step: info for step, info in others.items() if info is not None}
+            ids = [known[step].save_id for step in steps if step in known]
+            live = chain.live_set(ids, known.values())
+            steps |= {step for step, info in known.items() if info.save_id in live}
+        return frozenset(steps) & frozenset(infos)
+
+    def _other_items(self, steps: Collection[int]) -> set[str]:
+        pattern = f"*/{layout.manifest_name(0)}"
+        found = (path for step in steps for path in (self._path / str(step)).glob(pattern))
+        return {path.parent.name for path in found} - {self._item}
+
+    def _holds(self, step: int, item: str) -> bool:
+        return (self._path / str(step) / item).is_dir()
+
+    def _keeps_an_intact_chain(
+        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
+    ) -> bool:
+        """Whether a step that is kept can be restored; says of newer ones why they cannot."""
+        by_id = {info.save_id: info for info in infos.values()}
+        replaced = _ids(bases.values())
+        for step in sorted(keep, reverse=True):
+            damage = self._damage(self._path / str(step), inside=False)
+            info: SaveInfo | None = infos[step]
+            while damage is None and info is not None:
+                if info.save_id in replaced:
+                    return True  # The base was checked before.
+                damage = self._damage(self._path / info.step_dir)
+                if damage is None and info.parent is None:
+                    return True
+                info, parent = None, info.parent
+                if damage is None and parent is not None:
+                    if parent.save_id in replaced:
+                        return True
+                    info = by_id.get(parent.save_id)
+            self._notes.append(f"step {step} cannot be restored: {damage or 'its chain is broken'}")
+        return False
+
+    def _is_damaged_base(self, name: str) -> bool:
+        damage = self._damage(self._path / layout.COMPACTED / name)
+        if damage is not None:
+            self._notes.append(f"{layout.COMPACTED}/{name} stays, it is damaged: {damage}")
+        return damage is not None
+
+    def _damage(self, folder: Path, *, inside: bool = True) -> Damaged | None:
+        """The first thing that is wrong with our item in a step, or with all that is beside it."""
+        shown = folder.relative_to(self._path).as_posix()
+        try:
+            key = (folder, (folder / self._item).stat().st_ino, inside)
+        except FileNotFoundError:
+            return Damaged(shown, "a save", "none: it was removed meanwhile")
+        if key not in self._checked:
+            found = digests.inventory(folder, self._item, shown=shown, unreadable=True)
+            below = f"{self._item}/"
+            wanted = {
+                name: of for name, of in found.files.items() if name.startswith(below) == inside
+            }
+            damage = [
+                one
+                for one in found.damage
+                if one.object_name.startswith(f"{shown}/{below}") == inside
+            ]
+            damage += digests.check_files(folder, wanted, shown=shown, unreadable=True)
+            self._checked[key] = damage[0] if damage else None
+        return self._checked[key]
+
+
+def _ids(saves: Collection[SaveInfo]) -> frozenset[SaveId]:
+    return frozenset(info.save_id for info in saves)
+
+
+def in_use(opened: Root) -> str | None:
+    """Why a trainer may be at work in a directory of steps; None where none can be."""
+    path = opened.path
+    try:
+        lease = opened.newest_lease()
+    except Damaged:
+        return "a lease that was not signed: a trainer that is starting, or was killed while it did"
+    if lease is None:
+        return "no lease that says who trained here"
+    holder = f"its lease taken by process {lease.pid} on {lease.host}"
+    if lease.runs is None:
+        return f"{holder}, of which nothing is known here"
+    if lease.runs:
+        return f"{holder}, which lives"
+    changes = {
+        "a lease": _own_change(path / layout.lease_name(lease.epoch)),
+        "a newest step": _own_change(path / str(opened.newest_step())),
+        "something unfinished": max((_changed(path / one.name) for one in _cut(path)), default=0.0),
+    }
+    what, changed = max(changes.items(), key=lambda one: one[1])
+    quiet = time.time() - changed
+    if quiet < QUIET_SECS:
+        return f"{holder}, which has ended, and {what} that changed {quiet:.0f} s ago"
+    return None
+
+
+def _own_change(path: Path) -> float:
+    """When a file or directory itself last changed, in seconds since 1970; 0 where there is none.
+
+    That of a step is when its digests were written, just before it was committed.
+    """
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What stands in a folder; nothing where it is gone."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _changed(directory: Path) -> float:
+    """When anything in a directory last changed, in seconds since 1970."""
+    newest = 0.0
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder), *(Path(folder, name) for name in names)):
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, path.stat().st_mtime)
+    return newest
+
+
+def _removable(root: Path, name: Path, kind: Kind, reason: str) -> Removable:
+    nbytes = files.tree_bytes(root / name)
+    return Removable(name=name.as_posix(), kind=kind, reason=reason, nbytes=nbytes)

@@ -1,0 +1,754 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of a directory as a whole: every byte, every record, every chain.
+
+Saves are verified one by one: the records against each other, every file against the digests, rows
+against their groups. Chains are judged last, from what was found of each save. So a report says of
+each step whether it can be restored, and what is in its way where it cannot.
+
+Trainers, compactors and retention may be at work meanwhile: what they remove is no damage, and
+what they put in its place is verified in its turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DeltackptError,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
+from deltackpt.format import blocks, bounds, chain, manifest
+from deltackpt.format import names as layout
+from deltackpt.format.blocks import Span
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, SaveId, Segment
+from deltackpt.ledger import directory as root
+from deltackpt.reading import reader
+from deltackpt.reading import saves as stored
+from deltackpt.reading.reader import Progress
+from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.storage import arrays, digests, files
+from deltackpt.storage.digests import Inventory
+
+#: How often the directory is listed anew where a chain lacks something that may have been replaced.
+_MOST_ROUNDS = 8
+#: Retention removes a chain step by step, so a missing parent may precede its children's end.
+_CHECKS = 5
+_INTERVAL_SECS = 0.1
+
+#: What a problem keeps from being restored: the save and those whose chains go through it, the
+#: step alone, or nothing, since no restore reads it.
+Stops = Literal["chain", "step", "nothing"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that is not as it was written.
+
+    Attributes:
+      object_name: path below the root.
+      expected: what should be there.
+      found: what is there.
+      stops: what cannot be restored because of it.
+    """
+
+    object_name: str
+    expected: str
+    found: str
+    stops: Stops
+
+    def __str__(self) -> str:
+        return f"{self.object_name}: expected {self.expected}, found {self.found}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What was found of one save: a step, or a compacted base.
+
+    Attributes:
+      name: its path below the root: ``120``, or ``compacted/120``.
+      kind: base or delta; None where its manifest cannot be read.
+      save_id: its identity; None likewise.
+      parent: step directory of its parent; None where it has none, or that is not known.
+      file_count: files that were read.
+      nbytes: bytes of these.
+      problems: what is wrong with it.
+      notes: what was not checked, and why.
+    """
+
+    name: str
+    kind: str | None
+    save_id: SaveId | None
+    parent: str | None
+    file_count: int
+    nbytes: int
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    def stops(self, *what: Stops) -> bool:
+        """Whether one of its problems stops such things."""
+        return any(problem.stops in what for problem in self.problems)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepVerdict:
+    """Whether a step can be restored.
+
+    Attributes:
+      step: the step.
+      restorable: whether it can, bit for bit.
+      chain: names of the saves that restoring it reads, base first; empty where it cannot.
+      broken_by: why it cannot: the saves that are damaged, or what is wrong with its chain.
+    """
+
+    step: int
+    restorable: bool
+    chain: tuple[str, ...] = ()
+    broken_by: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RootReport:
+    """What was found of a directory.
+
+    Attributes:
+      directory: the directory.
+      steps: whether each step can be restored, in ascending order.
+      saves: what was found of each save that was verified.
+      problems: everything that is wrong: with the directory itself (its leases), then with each of
+        its saves.
+      notes: what is left of cut saves, deletions and compactions, and names that are not known;
+        none of it is damage.
+      file_count: files that were read.
+      bytes_read: bytes of these.
+      seconds: wall time.
+    """
+
+    directory: str
+    steps: tuple[StepVerdict, ...]
+    saves: tuple[SaveReport, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    file_count: int
+    bytes_read: int
+    seconds: float
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is damaged and every step can be restored."""
+        return not self.problems and all(step.restorable for step in self.steps)
+
+
+def verify_root(
+    directory: str | os.PathLike[str],
+    *,
+    item: str = layout.EMBEDDINGS_ITEM,
+    steps: Collection[int] | None = None,
+    progress: Progress | None = None,
+) -> RootReport:
+    """Re-reads and checks all that a directory holds; neither jax nor Orbax is needed.
+
+    Args:
+      directory: root of the steps.
+      item: name of our item in them.
+      steps: verify these alone, with what they need; by default everything.
+      progress: called with bytes read and bytes in all, from several threads.
+
+    Raises:
+      StepNotFound: there is no such step, or none at all.
+      StepGone: one of ``steps`` was removed meanwhile.
+      ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
+    """
+    started = time.perf_counter()
+    opened = root.Root.open(directory, item=item, read_only=True)
+    if not opened.steps() and not stored.compacted_bases(opened.path, item):
+        raise StepNotFound(f"{opened.path}: expected committed steps, found none; check the path")
+    missing = set(steps or ()) - set(opened.steps())
+    if missing:
+        raise StepNotFound(
+            f"{opened.path}: expected the steps {sorted(missing)}, found "
+            f"{sorted(opened.steps())[-5:]} as the newest; ask for steps that stand"
+        )
+    audit = _Audit(opened, item, steps, progress)
+    verdicts = audit.run()
+    gone = set(steps or ()) - {verdict.step for verdict in verdicts}
+    if gone:
+        raise StepGone(
+            f"{opened.path}: expected the steps {sorted(gone)} to stay while they were verified, "
+            "found them removed; verify steps that stand"
+        )
+    others, notes = _outside(opened.path)
+    if steps is not None:
+        others, notes = (), ()
+    return RootReport(
+        directory=str(opened.path),
+        steps=verdicts,
+        saves=audit.reports,
+        problems=(*others, *(found for save in audit.reports for found in save.problems)),
+        notes=(*audit.notes, *notes),
+        file_count=sum(save.file_count for save in audit.reports),
+        bytes_read=audit.meter.done,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Save:
+    """A save that stands somewhere, and which one that was.
+
+    Attributes:
+      name: its path below the root.
+      step_dir: the step, or the folder ``compacted/<step>``, which may hold bases of other items.
+      folder: what holds its files: the step, or the item in that folder.
+      inode: of ``folder``.
+    """
+
+    name: str
+    step_dir: Path
+    folder: Path
+    inode: int
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is still there."""
+        return _inode(self.folder) == self.inode
+
+
+class _Audit:
+    """The verification of the saves of a directory."""
+
+    def __init__(
+        self,
+        opened: root.Root,
+        item: str,
+        steps: Collection[int] | None,
+        progress: Progress | None,
+    ):
+        self.notes: list[str] = []
+        self.meter = _Meter(progress)
+        self._root = opened
+        self._item = item
+        self._steps = steps
+        self._found: dict[str, tuple[_Save, SaveReport, SaveInfo | None]] = {}
+
+    @property
+    def reports(self) -> tuple[SaveReport, ...]:
+        """What was found of each save, in the order of the steps; a base before its step."""
+        order = sorted(self._found, key=lambda name: (_number(name), "/" not in name))
+        return tuple(self._found[name][1] for name in order)
+
+    def run(self) -> tuple[StepVerdict, ...]:
+        """Verifies all that is wanted; once more where a chain lacks what may have been replaced.
+
+        Returns:
+          Whether each step that is wanted can be restored.
+        """
+        verdicts: tuple[StepVerdict, ...] = ()
+        for _ in range(_MOST_ROUNDS):
+            fresh = self._verify_new()
+            verdicts = tuple(self._verdict(step) for step in self._wanted_steps())
+            standing = all(save.stands for save, _, _ in self._found.values())
+            if standing and all(verdict.restorable for verdict in verdicts):
+                break
+            if not fresh and not self._changes():
+                break
+        return verdicts
+
+    def _changes(self) -> bool:
+        """Whether the directory changes within a moment: what is missing may be replaced."""
+        known = {(save.name, save.inode) for save, _, _ in self._found.values()}
+        for _ in range(_CHECKS):
+            now = {(save.name, save.inode) for save in self._standing()}
+            if self._steps is None and now != known or not known <= now:
+                return True
+            time.sleep(_INTERVAL_SECS)
+        return False
+
+    def _wanted_steps(self) -> list[int]:
+        steps = [int(name) for name in self._found if "/" not in name]
+        return sorted(steps if self._steps is None else set(steps) & set(self._steps))
+
+    def _verify_new(self) -> bool:
+        """Verifies what is not known yet, and forgets what was removed; whether there was any."""
+        standing = {save.name: save for save in self._standing()}
+        for name, (save, _, _) in list(self._found.items()):
+            if name not in standing or standing[name].inode != save.inode:
+                del self._found[name]
+        fresh = [save for save in standing.values() if save.name not in self._found]
+        if self._steps is not None:
+            needed = self._needed(standing)
+            fresh = [save for save in fresh if _number(save.name) in needed]
+        self.meter.expect(sum(files.tree_bytes(save.folder) for save in fresh))
+        for save in fresh:
+            report, info = self._verified(save)
+            if save.stands:
+                self._found[save.name] = save, report, info
+            else:
+                self.notes.append(f"{save.name}: removed while it was verified")
+        return bool(fresh)
+
+    def _standing(self) -> Iterator[_Save]:
+        path = self._root.path
+        for step in sorted(self._root.steps()):
+            folder = path / str(step)
+            inode = _inode(folder)
+            if inode is not None:
+                yield _Save(str(step), folder, folder, inode)
+        for name, inode in sorted(stored.compacted_bases(path, self._item).items()):
+            folder = layout.compacted_dir(path / name, self._item)
+            yield _Save(f"{layout.COMPACTED}/{name}", folder.parent, folder, inode)
+
+    def _needed(self, standing: Mapping[str, _Save]) -> set[int]:
+        """Steps that the wanted ones need, as far as their manifests can be read."""
+        needed: set[int] = set()
+        pending = list(self._steps or ())
+        while pending:
+            step = pending.pop()
+            if step in needed:
+                continue
+            needed.add(step)
+            save = standing.get(str(step))
+            if save is not None:
+                with contextlib.suppress(RestoreError, StorageError):
+                    parent = stored.read_save(save.step_dir, self._item).info.parent
+                    if parent is not None and parent.step_dir.isdecimal():
+                        pending.append(int(parent.step_dir))
+        return needed
+
+    def _verified(self, save: _Save) -> tuple[SaveReport, SaveInfo | None]:
+        found = digests.inventory(save.step_dir, self._item, shown=save.name, unreadable=True)
+        damage = list(found.damage)
+        damage += digests.check_files(
+            save.step_dir,
+            found.files,
+            shown=save.name,
+            unreadable=True,
+            on_bytes=self.meter.add,
+        )
+        problems = [self._problem(save, error) for error in damage]
+        problems += self._unknown_files(save, found)
+        info = None
+        head = found.records[0] if found.records and found.records[0].process == 0 else None
+        if head is not None:
+            info = _info(head, save.step_dir.name)
+            problems += self._misplaced(save, head)
+            if not any(problem.stops == "chain" for problem in problems):
+                problems += self._structure(save)
+        notes = ()
+        if head is not None and found.scope and "/" not in save.name:
+            notes = ("another manager committed it: Orbax's files have no digests, not checked",)
+        return (
+            SaveReport(
+                name=save.name,
+                kind=head.kind if head else None,
+                save_id=head.save_id if head else None,
+                parent=head.parent.step_dir if head and head.parent else None,
+                file_count=len(found.files),
+                nbytes=sum(digest.length for digest in found.files.values()),
+                problems=_once(problems),
+                notes=notes,
+            ),
+            info,
+        )
+
+    def _problem(self, save: _Save, error: Damaged) -> Problem:
+        inside = error.object_name.removeprefix(f"{save.name}/").removeprefix(f"{self._item}/")
+        ours = inside != error.object_name.removeprefix(f"{save.name}/")
+        stops: Stops = "step"
+        if ours and inside.endswith("/zarr.json"):
+            stops = "nothing"  # It is there for other readers.
+        elif ours and (
+            layout.is_of_part(inside) or inside in (layout.manifest_name(0), layout.digests_name(0))
+        ):
+            stops = "chain"
+        return Problem(
+            object_name=error.object_name,
+            expected=error.expected,
+            found=error.found,
+            stops=stops,
+        )
+
+    def _unknown_files(self, save: _Save, found: Inventory) -> Iterator[Problem]:
+        """Files that no digest knows; not to be told where the digests themselves are damaged."""
+        if found.damage:
+            return
+        for path in sorted(_walk(save.folder)):
+            name = path.relative_to(save.step_dir).as_posix()
+            if name.startswith(found.scope) and name not in found.files:
+                yield Problem(
+                    object_name=f"{save.name}/{name}",
+                    expected="files that the digests know",
+                    found="a file that none of them knows",
+                    stops="nothing",
+                )
+
+    def _misplaced(self, save: _Save, head: Manifest) -> Iterator[Problem]:
+        """A compacted base that is none, or of another step; chains tell it of steps."""
+        wanted = f"a base of step {save.step_dir.name}"
+        found = f"a {head.kind} of step {head.save_id.step}"
+        if "/" in save.name and wanted != found:
+            yield Problem(
+                object_name=f"{save.name}/{self._item}/{layout.manifest_name(0)}",
+                expected=wanted,
+                found=found,
+                stops="chain",
+            )
+        if "/" not in save.name:
+            try:
+                stored.check_dense(stored.read_save(save.step_dir, self._item))
+            except Damaged as error:
+                yield self._problem(save, error)
+            except (RestoreError, StorageError):
+                return  # Another manager committed it; or the save cannot be read, see below.
+
+    def _structure(self, save: _Save) -> Iterator[Problem]:
+        """What records say that cannot be, although each is as it was written."""
+        try:
+            if "/" in save.name:
+                step_dir = self._root.path / save.step_dir.name
+                held = stored.read_base(step_dir, self._item)
+            else:
+                held = stored.read_save(save.step_dir, self._item)
+            for name, expected, found in structure_problems(held):
+                yield Problem(
+                    object_name=f"{save.name}/{self._item}/{name}",
+                    expected=expected,
+                    found=found,
+                    stops="chain",
+                )
+        except Damaged as error:
+            yield self._problem(save, error)
+        except (RestoreError, StorageError) as error:
+            yield Problem(
+                object_name=f"{save.name}/{self._item}",
+                expected="a save that this deltackpt can read",
+                found=str(error),
+                stops="chain",
+            )
+
+    def _verdict(self, step: int) -> StepVerdict:
+        _, report, info = self._found[str(step)]
+        # These are read although a compacted base stands for the save.
+        own = tuple(f"{self._item}/{of(0)}" for of in (layout.manifest_name, layout.digests_name))
+        if (
+            info is None
+            or report.stops("step")
+            or any(problem.object_name.endswith(own) for problem in report.problems)
+        ):
+            return StepVerdict(step=step, restorable=False, broken_by=(str(step),))
+        broken: list[str] = []
+        saves: dict[str, SaveInfo] = {}
+        names: list[str] = []
+        target = current = info
+        while True:
+            held = self._intact(current, broken)
+            if held is None:
+                break
+            name, current = held
+            target = current if not names else target
+            names.append(name)
+            saves[current.step_dir] = current
+            parent = current.parent
+            if parent is None or parent.step_dir in saves:
+                break
+            below = self._info_of(parent.save_id, parent.step_dir)
+            if below is None:
+                break
+            current = below
+        if not broken:
+            try:
+                chain.restore_chain(target, saves)
+                return StepVerdict(step=step, restorable=True, chain=tuple(reversed(names)))
+            except BrokenChain as error:
+                broken.append(str(error).partition("; ")[0])
+        return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
+
+    def _info_of(self, save_id: SaveId, step_dir: str) -> SaveInfo | None:
+        """The save of that id; else the one that stands in its place, which is another."""
+        names = (f"{layout.COMPACTED}/{step_dir}", step_dir)
+        found = [self._found[name][2] for name in names if name in self._found]
+        known = [info for info in found if info is not None]
+        for info in known:
+            if info.save_id == save_id:
+                return info
+        if known or not found:
+            return known[-1] if known else None
+        # It stands, and cannot be read: what is damaged is to be named, not that it is missing.
+        return SaveInfo(save_id=save_id, kind="base", parent=None, step_dir=step_dir, nbytes=0)
+
+    def _intact(self, info: SaveInfo, broken: list[str]) -> tuple[str, SaveInfo] | None:
+        """What a reader takes for a save: its compacted base, else itself."""
+        damaged = []
+        for name in (f"{layout.COMPACTED}/{info.step_dir}", info.step_dir):
+            if name in self._found:
+                _, report, found = self._found[name]
+                if found is None or report.stops("chain"):
+                    damaged.append(name)
+                elif found.save_id == info.save_id:
+                    return name, found
+        broken += damaged or [info.step_dir]
+        return None
+
+
+class _Meter:
+    """Counts bytes read, for the progress callback."""
+
+    def __init__(self, progress: Progress | None):
+        self.done = 0
+        self._total = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def expect(self, nbytes: int) -> None:
+        self._total += nbytes
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.done += count
+            if self._progress is not None:
+                self._progress(self.done, max(self.done, self._total))
+
+
+def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
+    """What the records of a save say that cannot be, although each of them is intact.
+
+    Args:
+      save: a save whose files are as its digests say; row numbers are read from them.
+
+    Yields:
+      What it is of below the item's directory, what was expected, what was found.
+
+    Raises:
+      Damaged: an array is missing or altered.
+    """
+    parts = save.parts()
+    bounds.check_paths(save.layout, save.name)
+    yield from _disagreements(save.head, [part.record for part in parts])
+    held: dict[tuple[str, str], list[tuple[Span | None, blocks.Rows]]] = {}
+    for part in parts:
+        for segment in part.record.segments:
+            place = f"{layout.part_dir(Path(), part.record.process)}/{segment.name}"
+            wrong = list(_segment_problems(part, segment))
+            yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
+            if not wrong:
+                rows = reader.segment_rows(part, segment)
+                group = part.groups[segment.group]
+                for spec in group.fields:
+                    if spec.name in segment.fields:
+                        split = group.columns(spec) is not None
+                        columns = segment.columns if split else None
+                        held.setdefault((group.name, spec.name), []).append((columns, rows))
+    for group in save.head.groups:
+        yield from _coverage_problems(save.head, group, held)
+
+
+def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
+    """Where what several processes wrote does not fit together."""
+    for record in records:
+        name = layout.manifest_name(record.process)
+        for field in ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c"):
+            wanted, found = getattr(head, field), getattr(record, field)
+            if wanted != found:
+                yield name, f"{field} {wanted} as process 0 says", f"{field} {found}"
+    for part, record in zip(head.parts, records, strict=False):
+        name = layout.manifest_name(part.process)
+        if record.process != part.process:
+            yield name, f"the part of process {part.process}", f"that of {record.process}"
+        if part.nbytes != (own := _own_bytes(record)):
+            yield name, f"{part.nbytes} bytes of arrays as the index says", f"{own}"
+        if part.covers != record.covers:
+            yield name, "the covers that the index says", "others"
+    if head.parts:
+        for group in head.groups:
+            wanted = group.rows * sum(manifest.width(spec.trailing) for spec in group.fields)
+            found = sum(record.owned_cells.get(group.name, 0) for record in records)
+            if found != wanted:
+                name = layout.manifest_name(0)
+                yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
+
+
+def _own_bytes(record: Manifest) -> int:
+    return sum(entry.nbytes for segment in record.segments for entry in segment.arrays)
+
+
+def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with a segment by itself: what of it, what was expected, what was found."""
+    part.check(segment)  # As many chunks as there should be.
+    for entry in segment.arrays:
+        directory = part.directory(segment, entry)
+        below = directory.relative_to(part.item_dir).as_posix()
+        known = part.checksums.get(below, {})
+        for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
+            chunk = arrays.chunk_path(directory, entry, number).relative_to(directory).as_posix()
+            if chunk not in known:
+                yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
+        if entry.name.endswith(f".{codecs.BESIDE_AT}"):
+            at = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
+            part.read_array(segment, entry, 0, len(at), at)
+            if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
+                yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"
+
+
+def _coverage_problems(
+    head: Manifest,
+    group: GroupEntry,
+    held: Mapping[tuple[str, str], Sequence[tuple[Span | None, blocks.Rows]]],
+) -> Iterator[tuple[str, str, str]]:
+    """Rows that no segment holds although one must, and rows that two segments hold."""
+    for spec in group.fields:
+        found = held.get((group.name, spec.name), [])
+        for columns, rows in _by_columns(group, spec, found):
+            starts, stops, reached = _sorted_spans(rows)
+            twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
+            missing = group.rows - (sum(map(len, rows)) - twice)
+            name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
+            if twice:
+                yield name, "each row in one segment", f"{twice} rows in two"
+            if (head.kind == "base" or spec.always) and missing:
+                holes = reached[:-1][starts > reached[:-1]]
+                first = int(holes[0] if len(holes) else reached[-1])
+                text = f"{missing} rows in none, the first of them {first}"
+                yield name, f"all {group.rows} rows", text
+
+
+def _by_columns(
+    group: GroupEntry, spec: FieldSpec, found: Sequence[tuple[Span | None, blocks.Rows]]
+) -> Iterator[tuple[Span, list[blocks.Rows]]]:
+    """The columns of a field, cut where segments begin and end, with the rows held of each."""
+    whole = group.columns(spec) or (0, 1)
+    spans = [columns or whole for columns, _ in found]
+    cuts = sorted({*whole, *(bound for span in spans for bound in span)})
+    for first, last in itertools.pairwise(cuts):
+        yield (
+            (first, last),
+            [
+                rows
+                for span, (_, rows) in zip(spans, found, strict=True)
+                if span[0] <= first and last <= span[1]
+            ],
+        )
+
+
+def _sorted_spans(held: Sequence[blocks.Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans of rows in the order of their starts: as many as are held, however long the table is.
+
+    Returns:
+      Starts and ends, int64 (n,); and (n + 1,) the end of the rows that those before hold.
+    """
+    found = []
+    for rows in held:
+        if isinstance(rows, np.ndarray):
+            cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+            ends = np.append(cuts[1:], len(rows)) - 1 if len(rows) else cuts
+            found.append((rows[cuts], rows[ends] + 1))
+        else:
+            spans = np.array(blocks.spans_of(rows), np.int64).reshape(-1, 2)
+            found.append((spans[:, 0], spans[:, 1]))
+    nothing = np.empty(0, np.int64)
+    starts = np.concatenate([nothing, *(one for one, _ in found)])
+    stops = np.concatenate([nothing, *(one for _, one in found)])
+    order = np.argsort(starts, kind="stable")
+    starts, stops = starts[order], stops[order]
+    return starts, stops, np.maximum.accumulate(np.concatenate([[0], stops]))
+
+
+def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    """Problems and notes of what stands beside the steps."""
+    problems, notes = [], []
+    for name in sorted(os.listdir(path)):
+        if layout.lease_epoch(name) is not None:
+            problems += _lease_problems(path / name)
+        elif name == layout.COMPACTED:
+            notes += [
+                f"{name}/{entry}: a compaction that was cut, or is under way"
+                for entry in _listing(path / name)
+                if layout.is_compaction(entry)
+            ]
+        elif name in (layout.TRASH, layout.ROLLED_BACK):
+            what = "removed steps" if name == layout.TRASH else "steps that were rolled back"
+            found = sum(len(_listing(path / name / run)) for run in _listing(path / name))
+            if found:
+                notes.append(f"{name}/: {found} {what}, not verified")
+        elif name == layout.COPYING:
+            notes.append(f"{name}/: a copy that was cut off, or is under way")
+        elif root.is_leftover(name):
+            notes.append(f"{name}: a save that was cut off, or is under way")
+        elif not root.is_known(name):
+            notes.append(f"{name}: neither deltackpt nor Orbax wrote it")
+    return tuple(problems), tuple(notes)
+
+
+def _lease_problems(path: Path) -> Iterable[Problem]:
+    """A claim that was cut before it was signed is none: it counts by its name."""
+    try:
+        if path.stat().st_size:
+            root.read_lease(path)
+    except FileNotFoundError:
+        return  # A newer trainer took the directory.
+    except Damaged as error:
+        yield Problem(
+            object_name=path.name, expected=error.expected, found=error.found, stops="nothing"
+        )
+    except (DeltackptError, OSError) as error:
+        yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
+
+
+def _info(head: Manifest, step_dir: str) -> SaveInfo:
+    return SaveInfo(
+        save_id=head.save_id,
+        kind=head.kind,
+        parent=head.parent,
+        step_dir=step_dir,
+        nbytes=head.nbytes,
+    )
+
+
+def _number(name: str) -> int:
+    """The step of a save's name; -1 of a compacted base that has none."""
+    tail = name.rpartition("/")[2]
+    return int(tail) if tail.isdecimal() else -1
+
+
+def _once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """One problem for each object: what its records say of it comes first."""
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        found.setdefault(problem.object_name, problem)
+    return tuple(found.values())
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(directory):
+        yield from (Path(folder, name) for name in names)
+
+
+def _listing(directory: Path) -> list[str]:
+    """Names in a directory, which others may remove meanwhile."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
