@@ -3,4 +3,5 @@
 
 from deltackpt.cli import main
 
-main()
+if __name__ == "__main__":
+    main()
