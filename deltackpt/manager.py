@@ -23,7 +23,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from deltackpt import events, processes
-from deltackpt import touched as touch_state
 from deltackpt.errors import (
     ClosedError,
     DeltackptError,
@@ -67,9 +66,9 @@ from deltackpt.save.pipeline import (
 )
 from deltackpt.save.proof import TrackingVerifier
 from deltackpt.save.rendezvous import Rendezvous
-from deltackpt.state import tables
+from deltackpt.state import tables, touch_state
 from deltackpt.state.tables import Split
-from deltackpt.touched import Marks, TouchState
+from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.tracking.fingerprints import RowTracker
 
 #: How often a reader lists steps that a trainer removes meanwhile.

@@ -8,7 +8,7 @@ from typing import Any
 
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
-from deltackpt.touched import TouchState
+from deltackpt.state.touch_state import TouchState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from deltackpt.errors import OptionError, SaveFailed, TrackingError
 from deltackpt.format import blocks
 from deltackpt.state.tables import Tables, split
 from deltackpt.storage import arrays
+from deltackpt.tracking import stamps
 from deltackpt.tracking.fingerprints import (
     RowTracker,
     changed_rows,
@@ -418,7 +419,7 @@ def test_a_look_that_fails_is_taken_back(tmp_path):
         manager.wait()
         state = trained(state, [3])
         with (
-            mock.patch.object(touched, "mark_rows", side_effect=MemoryError("injected")),
+            mock.patch.object(stamps, "mark_rows", side_effect=MemoryError("injected")),
             pytest.raises(MemoryError),
         ):
             manager.save(1, state)

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 import deltackpt
 from deltackpt import cli, interchange, touched
 from deltackpt.errors import OptionError, TemplateMismatch, TrackingError
+from deltackpt.format import globs
 from deltackpt.inspect import plots
-from deltackpt.state import globs
 
 USERS, ITEMS = "params/tables/users", "params/tables/items"
 OTHERS = "other/tables/items"

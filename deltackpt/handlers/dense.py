@@ -20,8 +20,8 @@ import tensorstore as ts
 
 from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
+from deltackpt.format.globs import listed
 from deltackpt.state import paths
-from deltackpt.state.globs import listed
 
 _EMPTY = "deltackpt:empty"
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)

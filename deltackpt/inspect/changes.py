@@ -13,7 +13,7 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.errors import MissingExtra, RestoreError, StepGone, StepNotFound, TemplateMismatch
-from deltackpt.format import blocks
+from deltackpt.format import blocks, globs
 from deltackpt.format.blocks import Rows, Span
 from deltackpt.format.manifest import FieldSpec, Layout, SaveId, TableEntry
 from deltackpt.inspect import html
@@ -21,7 +21,6 @@ from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves, buffers_of
 from deltackpt.reading import reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.saves import StoredSave
-from deltackpt.state import globs
 
 #: Quantiles that ``TableDiff.quantiles`` gives by default.
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)

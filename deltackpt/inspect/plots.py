@@ -18,9 +18,8 @@ import numpy as np
 
 from deltackpt import units
 from deltackpt.errors import OptionError
-from deltackpt.format import blocks
+from deltackpt.format import blocks, globs
 from deltackpt.inspect import pictures
-from deltackpt.state import globs
 from deltackpt.units import count
 
 if TYPE_CHECKING:

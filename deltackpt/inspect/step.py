@@ -11,14 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from deltackpt.errors import RestoreError, TemplateMismatch
-from deltackpt.format import blocks, manifest, names
+from deltackpt.format import blocks, globs, manifest, names
 from deltackpt.format.manifest import FieldSpec, TableEntry
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import METADATA, DenseItem, DenseLeaf
 from deltackpt.inspect.lazy import LazyArray, Saves
 from deltackpt.reading import saves as stored
 from deltackpt.reading.saves import StoredSave
-from deltackpt.state import globs
 from deltackpt.units import count
 
 #: Inode and time of the last change of a step's directory: a committed step never changes.

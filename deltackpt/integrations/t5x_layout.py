@@ -23,7 +23,7 @@ from typing import Any
 
 from flax import traverse_util
 
-from deltackpt.state import globs
+from deltackpt.format import globs
 from deltackpt.state.groups import CodecOption
 from deltackpt.state.tables import Tables
 from deltackpt.storage import files

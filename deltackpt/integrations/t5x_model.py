@@ -14,8 +14,8 @@ from flax import traverse_util
 
 from deltackpt import inspect
 from deltackpt.errors import TemplateMismatch
+from deltackpt.format.globs import listed
 from deltackpt.integrations.t5x_modules import state_utils
-from deltackpt.state.globs import listed
 
 
 class ModelLeaves:

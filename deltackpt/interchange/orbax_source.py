@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax import tree_util
 
-from deltackpt import touched
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
@@ -35,7 +34,8 @@ from deltackpt.handlers import dense
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.inspect import DenseItem, DenseLeaf
 from deltackpt.inspect.dense import METADATA
-from deltackpt.state import paths
+from deltackpt.state import paths, touch_state
+from deltackpt.tracking.optimizer import TrackState
 
 #: Orbax's step names: a number, with zeros and a prefix where the user asked for them.
 _STEP = re.compile(r"(?:.*_)?([0-9]+)")
@@ -283,10 +283,10 @@ def _wanted(template: Any, stored: Mapping[_Key, Any], path: Path) -> list[_Want
 
 
 def _asked_for(template: Any) -> list[_Wanted]:
-    flat = paths.flatten_with_paths(template, touched.is_touch_state)
-    tracked = {i for place in touched.places(flat) for i in place.positions}
+    flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
+    tracked = {i for place in touch_state.sites(flat) for i in place.positions}
     keyed = tree_util.tree_leaves_with_path(
-        template, is_leaf=lambda node: paths.is_empty(node) or touched.is_touch_state(node)
+        template, is_leaf=lambda node: paths.is_empty(node) or touch_state.is_touch_state(node)
     )
     return [
         _Wanted(i, _key(path), leaf)
@@ -299,7 +299,7 @@ def _untracked(template: Any) -> Any:
     """A template in which the states of optimizers stand without the ``TrackState`` around."""
 
     def is_track_state(node: Any) -> bool:
-        return isinstance(node, touched.TrackState)
+        return isinstance(node, TrackState)
 
     return jax.tree.map(
         lambda node: node.inner if is_track_state(node) else node, template, is_leaf=is_track_state
@@ -307,7 +307,7 @@ def _untracked(template: Any) -> Any:
 
 
 def _filled(template: Any, values: Mapping[int, Any]) -> Any:
-    leaves, treedef = paths.flatten(template, touched.is_touch_state)
+    leaves, treedef = paths.flatten(template, touch_state.is_touch_state)
     for position, value in values.items():
         leaves[position] = value
     return tree_util.tree_unflatten(treedef, leaves)

@@ -17,11 +17,10 @@ import numpy as np
 from deltackpt import inspect
 from deltackpt.__about__ import __version__
 from deltackpt.errors import MissingExtra, OptionError, TemplateMismatch
-from deltackpt.format import blocks
+from deltackpt.format import blocks, globs
 from deltackpt.inspect import LazyArray, Step, Table
 from deltackpt.interchange.target import Exported, exported, local_path, published
 from deltackpt.reading.reader import Progress
-from deltackpt.state import globs
 
 _GROUP_BYTES = 32 << 20
 _ROW = "row"

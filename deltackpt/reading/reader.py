@@ -22,7 +22,7 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, RestoreError, TemplateMismatch
-from deltackpt.format import blocks, gaps, manifest
+from deltackpt.format import blocks, gaps, globs, manifest
 from deltackpt.format import names as layout
 from deltackpt.format.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.format.chain import SaveInfo
@@ -31,7 +31,6 @@ from deltackpt.reading import merge
 from deltackpt.reading.merge import Target
 from deltackpt.reading.saves import StoredPart, StoredSave, raise_if_removed, read_whole
 from deltackpt.resources.staging import Staging
-from deltackpt.state import globs
 from deltackpt.storage import files
 
 #: Called with (bytes read so far, bytes to read in all), from a background thread.

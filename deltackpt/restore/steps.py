@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from deltackpt import processes, touched
+from deltackpt import processes
 from deltackpt.errors import (
     RestoreError,
     ServiceError,
@@ -39,9 +39,10 @@ from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
-from deltackpt.state import tables
+from deltackpt.state import tables, touch_state
 from deltackpt.state.tables import Split, Tables
-from deltackpt.touched import TouchState
+from deltackpt.state.touch_state import TouchState
+from deltackpt.tracking import stamps
 
 _logger = logging.getLogger(__name__)
 
@@ -303,10 +304,10 @@ def joined(
     if expected is None:
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
     placed = merged.placed or placing.place(merged, expected.fields)
-    found_in = [touched.fresh(marks.state, identity) for marks in expected.marks]
+    found_in = [touch_state.fresh(marks.state, identity) for marks in expected.marks]
     known = {table for state in found_in for table in tables.matched(state, expected.layout)}
     others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
-    fresh = touched.init(others, identity=identity)
+    fresh = stamps.init(others, identity=identity)
     for state in found_in:
         fresh = state._replace(stamps=fresh.stamps | state.stamps)
     return tables.join(template, expected.layout, placed, loaded.dense, fresh), fresh

@@ -23,8 +23,8 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History, LeftToCompaction
 from deltackpt.reading import saves
+from deltackpt.state.touch_state import UNKNOWN, clock_exhausted
 from deltackpt.storage import files
-from deltackpt.touched import UNKNOWN, clock_exhausted
 
 #: Branches that were left by a restore and can be gone back to.
 _FORMER = 4

@@ -36,10 +36,10 @@ from deltackpt.save.fields import Place, StoredArrays
 from deltackpt.save.lineage import Clocks, Intent, Lineage, Reading
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.state.tables import Split, match_marks
+from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage import arrays, files
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.digests import Digest, Digests
-from deltackpt.touched import Marks, TouchState, plain
 
 #: Rows of held state are encoded in pieces of about this size.
 PIECE_BYTES = arrays.CHUNK_BYTES

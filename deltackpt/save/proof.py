@@ -28,7 +28,7 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save.extract import FieldSource, Sources, Where
 from deltackpt.save.lineage import Clocks, Intent, Reading
 from deltackpt.state.tables import Split, match_marks, matched
-from deltackpt.touched import Marks, TouchState
+from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.tracking.fingerprints import check_marked, fingerprints, on_devices
 
 #: Bounds of one save's sample.

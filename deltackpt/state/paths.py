@@ -19,8 +19,8 @@ import numpy as np
 from jax import tree_util
 
 from deltackpt.errors import OptionError, TableSelectionError
+from deltackpt.format.globs import listed, matches
 from deltackpt.format.manifest import KeyEntry, KeyPath, path_name
-from deltackpt.state.globs import listed, matches
 
 #: A glob over '/'-joined paths ("*" stays within one step, "**" crosses them), a compiled
 #: pattern that must match a whole path, several of either, or a predicate of (path, leaf).

@@ -19,7 +19,6 @@ from typing import Any
 
 from jax import tree_util
 
-from deltackpt import touched as tracking
 from deltackpt.errors import (
     OptionError,
     TableSelectionError,
@@ -30,10 +29,10 @@ from deltackpt.errors import (
 from deltackpt.format import blocks
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, path_name
 from deltackpt.policy import CodecChoice
-from deltackpt.state import paths, slots
+from deltackpt.state import paths, slots, touch_state
 from deltackpt.state.groups import CodecOption, TableFields, group_tables
 from deltackpt.state.paths import Flat, Select
-from deltackpt.touched import Marks, TouchState
+from deltackpt.state.touch_state import Marks, TouchSite, TouchState
 
 #: Layouts that one Tables remembers; a training run has one or two.
 _REMEMBERED = 16
@@ -108,7 +107,7 @@ class Split:
     @property
     def touched(self) -> TouchState | None:
         """The state's TouchStates as one, None where it has none; see ``touched.find``."""
-        return tracking.combine(marks.state for marks in self.marks)
+        return touch_state.combine(marks.state for marks in self.marks)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +120,7 @@ class _Plan:
     codecs: dict[str, dict[str, CodecChoice]]
     fields: dict[str, dict[str, int]]
     dense: tuple[tuple[tuple[str, ...], int], ...]
-    places: tuple[tracking.Place, ...]
+    places: tuple[TouchSite, ...]
     windows: tuple[tuple[int, int], ...]
 
 
@@ -152,7 +151,7 @@ def split(
         names two leaves, or slots are ambiguous; the message lists the paths.
       UnsupportedLeaf: a dense leaf cannot be stored.
     """
-    leaves, treedef = paths.flatten(state, tracking.is_touch_state)
+    leaves, treedef = paths.flatten(state, touch_state.is_touch_state)
     plan = _plan_of(state, tables, leaves, treedef)
     if dense_fault is not None:
         _check_storable(plan, leaves, dense_fault)
@@ -205,11 +204,11 @@ def join(
     }
     if template is None:
         return _nested(layout, by_name, dense)
-    flat = paths.flatten_with_paths(template, tracking.is_touch_state)
-    _, treedef = paths.flatten(template, tracking.is_touch_state)
+    flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
+    _, treedef = paths.flatten(template, touch_state.is_touch_state)
     leaves: list[Any] = list(flat.leaves)
     tracked = set()
-    for place in tracking.places(flat):
+    for place in touch_state.sites(flat):
         _put_touched(place, leaves, touched)
         tracked.update(place.positions)
     missing = []
@@ -367,8 +366,8 @@ def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
 
 
 def _find_plan(state: Any, tables: Tables) -> _Plan:
-    flat = paths.flatten_with_paths(state, tracking.is_touch_state)
-    places = tuple(tracking.places(flat))
+    flat = paths.flatten_with_paths(state, touch_state.is_touch_state)
+    places = tuple(touch_state.sites(flat))
     tracked = {i for place in places for i in place.positions}
     optimizer = slots.optimizer_leaves(state, flat)
     found = _choose(flat, tables, tracked, optimizer)
@@ -574,27 +573,27 @@ def _plain_empty(leaf: Any) -> Any:
     return None if hasattr(type(leaf), "_fields") else []
 
 
-def _touched_at(place: tracking.Place, leaves: list[Any]) -> TouchState:
-    found = [leaves[i] for i in place.positions]
-    return tracking.of_leaves(found, place.names) if place.names else tracking.plain(found[0])
+def _touched_at(site: TouchSite, leaves: list[Any]) -> TouchState:
+    found = [leaves[i] for i in site.positions]
+    return touch_state.of_leaves(found, site.names) if site.names else touch_state.plain(found[0])
 
 
-def _put_touched(place: tracking.Place, leaves: list[Any], touched: TouchState | None) -> None:
+def _put_touched(site: TouchSite, leaves: list[Any], touched: TouchState | None) -> None:
     """Puts ``touched``, else a fresh TouchState, where the template has one."""
-    wanted = place.touched.stamps
-    given = touched if touched is not None else tracking.fresh(place.touched)
+    wanted = site.touched.stamps
+    given = touched if touched is not None else touch_state.fresh(site.touched)
     if absent := wanted.keys() - given.stamps.keys():
         raise TrackingError(
-            f"{path_name(place.path)}: the TouchState given lacks tables\n{paths.listed(absent)}"
+            f"{path_name(site.path)}: the TouchState given lacks tables\n{paths.listed(absent)}"
         )
     content = given._replace(stamps={name: given.stamps[name] for name in wanted})
-    if place.names:
-        stamps = (content.stamps[name] for name in place.names)
+    if site.names:
+        stamps = (content.stamps[name] for name in site.names)
         values = (content.clock, *stamps, content.identity)
-        for i, value in zip(place.positions, values, strict=True):
+        for i, value in zip(site.positions, values, strict=True):
             leaves[i] = value
         return
-    (position,) = place.positions
+    (position,) = site.positions
     structure = tree_util.tree_structure(leaves[position])
     leaves[position] = tree_util.tree_unflatten(structure, tree_util.tree_leaves(content))
 

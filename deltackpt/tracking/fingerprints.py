@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deltackpt import touched
 from deltackpt.errors import TrackingError
 from deltackpt.format import blocks
 from deltackpt.format.manifest import Layout
 from deltackpt.state.tables import match_touched
-from deltackpt.touched import TouchState
+from deltackpt.state.touch_state import UNKNOWN, TouchState
+from deltackpt.tracking import stamps as stamping
 from deltackpt.tracking.bits import bits, folded
 
 #: Table name to field name to array, as ``tables.split`` gives them.
@@ -193,7 +193,7 @@ class RowTracker:
 
     def __init__(self) -> None:
         self._before: dict[str, jax.Array] = {}
-        self._touched = touched.init({})
+        self._touched = stamping.init({})
 
     @property
     def touched(self) -> TouchState:
@@ -211,7 +211,7 @@ class RowTracker:
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
         tables = {name: fields[name][blocks.VALUES] for name in now}
-        self._take(now, touched.init(tables, identity=identity))
+        self._take(now, stamping.init(tables, identity=identity))
 
     def look(self, fields: Fields, layout: Layout) -> TouchState:
         """Advances the clock and stamps the rows that changed since the last look, or the start.
@@ -228,7 +228,7 @@ class RowTracker:
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
         like = {name: fields[name][blocks.VALUES] for name in now}
-        stamps = touched.init(like, identity=touched.UNKNOWN).stamps
+        stamps = stamping.init(like, identity=UNKNOWN).stamps
         changed = {}
         for name, rows in now.items():
             before = self._before.get(name)
@@ -238,7 +238,7 @@ class RowTracker:
                 mask = _changed(_like(before, rows), rows)
                 stamps[name] = _like(self._touched.stamps[name], stamps[name])
             changed[name] = _like(mask, stamps[name])
-        self._take(now, touched.mark_rows(self._touched._replace(stamps=stamps), changed))
+        self._take(now, stamping.mark_rows(self._touched._replace(stamps=stamps), changed))
         return self._touched
 
     def _take(self, now: dict[str, jax.Array], found: TouchState) -> None:
