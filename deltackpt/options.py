@@ -47,6 +47,14 @@ class Timeouts:
                 )
 
 
+def _check_known(options: object, **known: tuple[str, ...]) -> None:
+    for name, values in known.items():
+        if (found := getattr(options, name)) not in values:
+            raise OptionError(
+                f"{type(options).__name__}.{name}: expected one of {values}, found {found!r}"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaOptions:
     """What a save holds: all rows, or those that changed.
@@ -167,11 +175,3 @@ _EXAMPLES = {
     WriteOptions: "WriteOptions(when_busy='skip')",
     Timeouts: "Timeouts(save_secs=600)",
 }
-
-
-def _check_known(options: object, **known: tuple[str, ...]) -> None:
-    for name, values in known.items():
-        if (found := getattr(options, name)) not in values:
-            raise OptionError(
-                f"{type(options).__name__}.{name}: expected one of {values}, found {found!r}"
-            )
