@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Intermittent,
         OneShot,
     )
-    from deltackpt.save.pipeline import Embeddings, PipelineOptions
+    from deltackpt.save.flight import Embeddings, PipelineOptions
     from deltackpt.state.tables import Tables, split
     from deltackpt.touched import TouchState
     from deltackpt.tracking import fingerprints as fingerprint
@@ -46,11 +46,11 @@ _NAMES = {
     "DeltaHandler": "handlers.v0",
     "DeltaRestore": "handlers.v0",
     "DeltaSave": "handlers.v0",
-    "Embeddings": "save.pipeline",
+    "Embeddings": "save.flight",
     "Intermittent": "policy",
     "ManagerOptions": "options",
     "OneShot": "policy",
-    "PipelineOptions": "save.pipeline",
+    "PipelineOptions": "save.flight",
     "Restored": "outcomes",
     "Saved": "outcomes",
     "Tables": "state.tables",

@@ -55,15 +55,15 @@ from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.resources.staging import Staging
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, RowRanges, Service, StepReader
-from deltackpt.save import exits, pipeline, proof
-from deltackpt.save.lineage import Clocks, Lineage, Reading, new_run
-from deltackpt.save.pipeline import (
+from deltackpt.save import exits, proof, rendezvous, snapshot
+from deltackpt.save.flight import (
     Embeddings,
     PendingSave,
     PipelineOptions,
     RefusedSave,
     SaveReport,
 )
+from deltackpt.save.lineage import Clocks, Lineage, Reading, new_run
 from deltackpt.save.proof import TrackingVerifier
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.state import tables, touch_state
@@ -282,7 +282,7 @@ class CheckpointManager:
                 marks = (Marks("", self._tracker.touched),)
             else:
                 marks = Embeddings(split=split, touched=touched).marks
-            clocks = pipeline.clocks_of(split, marks)
+            clocks = snapshot.clocks_of(split, marks)
             return self._lineage.next(clocks=clocks, layout=split.layout)
 
     def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
@@ -314,7 +314,7 @@ class CheckpointManager:
             split = self._split(state)
             marks = Embeddings(split=split, touched=touched).marks
             try:
-                return self._verifier.verify(split, marks, pipeline.clocks_of(split, marks))
+                return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
             except TrackingError:
                 self._lineage.distrust("verify_tracking found rows that are not marked")
                 raise
@@ -618,7 +618,7 @@ class CheckpointManager:
         pending: PendingSave | RefusedSave
         attempt = self._lineage.attempts + 1
         try:
-            pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
+            pending = snapshot.take(embeddings, step, self._root.step_dir(step))
         except Exception as error:
             if self._peers.count == 1:
                 raise
@@ -679,7 +679,7 @@ class CheckpointManager:
     def _go_back(self, split: Split, touched: TouchState | None) -> None:
         """Forgets a restore that was only looked at: training goes on with what it had before."""
         marks = Embeddings(split=split, touched=touched).marks
-        if self._lineage.go_back(pipeline.clocks_of(split, marks)):
+        if self._lineage.go_back(snapshot.clocks_of(split, marks)):
             self._restored = self._lineage.restored
 
     def _warn_of_tracking(self) -> None:
@@ -873,7 +873,7 @@ class CheckpointManager:
     def _rendezvous(self, step: int) -> Rendezvous:
         step_dir = self._root.step_dir(step)
         temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
-        return pipeline.rendezvous(temporary, self.options.timeouts.peers_secs)
+        return rendezvous.of_this_process(temporary, self.options.timeouts.peers_secs)
 
     def _note_written(self) -> None:
         """Called by Orbax's threads when all files of this process are written, and later."""
@@ -999,7 +999,7 @@ class CheckpointManager:
             self._tracker.start(kept.fields, kept.layout, identity)
         elif fresh is not None:
             split = tables.split(state, self._tables)
-            clocks = dataclasses.replace(clocks, windows=pipeline.clocks_of(split, ()).windows)
+            clocks = dataclasses.replace(clocks, windows=snapshot.clocks_of(split, ()).windows)
             if self.options.sampled_proof:
                 witness = proof.of_restored(split, fresh, self._staging)
         self._lineage.adopt(
