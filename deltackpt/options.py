@@ -7,8 +7,8 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.errors import OptionError
-from deltackpt.handlers.retention import PreservationPolicy
 from deltackpt.policy import BaseOrDelta, Consecutive
+from deltackpt.policy.retention import PreservationPolicy
 
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
@@ -25,7 +25,7 @@ class Timeouts:
       save_secs: for a save in flight, at the next ``save()`` that waits.
       close_secs: for the saves in flight at ``wait()`` and ``close()``, when a program ends without
         ``close()``, and when another manager of the process is opened on the directory.
-      peers_secs: for other processes, when a manager is made or a step restored, and in the
+      processes_secs: for other processes, when a manager is made or a step restored, and in the
         background of a save: process 0 waits so long for their parts once its own is done, the
         others twice as long for process 0.
       service_secs: for a restore service to hold the step, and for each of its answers; storage
@@ -34,7 +34,7 @@ class Timeouts:
 
     save_secs: float = 1800.0
     close_secs: float = 3600.0
-    peers_secs: float = 300.0
+    processes_secs: float = 300.0
     service_secs: float = 10.0
 
     def __post_init__(self) -> None:

@@ -327,7 +327,7 @@ class Worker:
     def open(
         self,
         root: str,
-        peers_secs: float = 60.0,
+        processes_secs: float = 60.0,
         policy: str = "consecutive",
         bounds: dict[str, Any] | None = None,
         notes: bool = False,
@@ -337,7 +337,7 @@ class Worker:
 
         Args:
           root: its directory.
-          peers_secs: of its timeouts.
+          processes_secs: of its timeouts.
           policy: one of ``POLICIES``.
           bounds: options of the policy.
           notes: whether steps have a further item, of Orbax's.
@@ -350,14 +350,16 @@ class Worker:
             handlers=handlers | ({"notes": ocp.JsonCheckpointHandler()} if notes else {}),
             options=deltackpt.ManagerOptions(
                 policy=POLICIES[policy](**bounds or {}),
-                timeouts=Timeouts(peers_secs=peers_secs),
+                timeouts=Timeouts(processes_secs=processes_secs),
                 **options,
             ),
         )
 
-    def limit(self, peers_secs: float) -> None:
+    def limit(self, processes_secs: float) -> None:
         """From the next save on waits so long for other processes, and no more than before else."""
-        timeouts = dataclasses.replace(self._manager.options.timeouts, peers_secs=peers_secs)
+        timeouts = dataclasses.replace(
+            self._manager.options.timeouts, processes_secs=processes_secs
+        )
         self._manager.options = dataclasses.replace(self._manager.options, timeouts=timeouts)
 
     def start(self, place: dict[str, Any], step: int = 0) -> None:

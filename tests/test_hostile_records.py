@@ -242,14 +242,14 @@ import resource, sys, warnings
 from pathlib import Path
 import test_hostile_records as t
 warnings.simplefilter("ignore")
-t.stored._GONE_CHECKS = t.audit._CHECKS = 1
+t.saves._GONE_CHECKS = t.verify._CHECKS = 1
 sound, hostile = map(Path, sys.argv[1:])
 assert not t.read_all(sound)  # Threads and libraries have their memory.
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + t.MOST_BYTES,) * 2)
 for directory in sorted(hostile.iterdir()):
     if not t.read_all(directory):
-        assert not t.audit.verify_root(directory).intact, directory
+        assert not t.verify.verify_root(directory).intact, directory
 """
 
 

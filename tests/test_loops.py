@@ -876,6 +876,6 @@ def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
     assert alone[0]["refused"] == "TemplateMismatch"
     assert "process_0-of-2.json, process_1-of-2.json" in alone[0]["why"]
     refused = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, refusing=1)
-    assert [lines[0]["refused"] for lines in refused] == ["PeerFailed", "TemplateMismatch"]
+    assert [lines[0]["refused"] for lines in refused] == ["ProcessFailed", "TemplateMismatch"]
     assert "found on process 1 TemplateMismatch: " in refused[0][0]["why"]
     assert "this position is of other data" in refused[0][0]["why"]

@@ -42,14 +42,14 @@ class PipelineOptions:
       staging_bytes: host memory for copied rows, over all saves in flight.
       digests: digest files that the commit promises; see ``Manifest.digests``.
       sampled_proof: whether saves prove a sample of the rows: see ``proof``.
-      peers_secs: how long a process that has written its part waits for the others.
+      processes_secs: how long a process that has written its part waits for the others.
     """
 
     fsync: bool = True
     staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
     sampled_proof: bool = True
-    peers_secs: float = 300.0
+    processes_secs: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +112,7 @@ class PendingSave:
         *,
         faults: str | None,
         extract_secs: float,
-        peers_secs: float,
+        processes_secs: float,
     ):
         """Made by ``snapshot.take``.
 
@@ -121,7 +121,7 @@ class PendingSave:
           rows: what was taken.
           faults: what the sampled proof found; None where it holds.
           extract_secs: what taking it has cost.
-          peers_secs: how long the other processes are waited for.
+          processes_secs: how long the other processes are waited for.
         """
         self.intent = plan.intent
         #: Why the touched rows were not trusted, and all rows are saved; None where they were.
@@ -135,7 +135,7 @@ class PendingSave:
         self._plan = plan
         self._faults = faults
         self._extract_secs = extract_secs
-        self._peers_secs = peers_secs
+        self._processes_secs = processes_secs
 
     @property
     def released(self) -> threading.Event:
@@ -160,10 +160,10 @@ class PendingSave:
 
         Raises:
           StorageError: the store refused; nothing was committed.
-          PeerMissing, PeerFailed, Disagreement: as ``Rendezvous``.
+          ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
         """
         self.proceed.wait(_PROCEED_SECS)
-        others = of_this_process(item_dir.parent, self._peers_secs)
+        others = of_this_process(item_dir.parent, self._processes_secs)
         try:
             if self.failure is not None:
                 raise self.failure

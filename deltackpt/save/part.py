@@ -150,7 +150,7 @@ def finish(
 
     Raises:
       StorageError: the store refused.
-      PeerMissing, PeerFailed, Disagreement: as ``Rendezvous``.
+      ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
     """
     several = others.count > 1
     written = parts.finish(

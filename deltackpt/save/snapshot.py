@@ -104,7 +104,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         rows,
         faults=faults,
         extract_secs=time.perf_counter() - started,
-        peers_secs=embeddings.options.peers_secs,
+        processes_secs=embeddings.options.processes_secs,
     )
 
 
