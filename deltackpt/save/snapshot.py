@@ -20,9 +20,10 @@ from deltackpt.format import manifest
 from deltackpt.policy import Choice, too_large
 from deltackpt.resources.staging import Staging
 from deltackpt.save import proof
+from deltackpt.save.clocks import Clocks, Reading
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.flight import Embeddings, PendingSave
-from deltackpt.save.lineage import Clocks, Intent, Lineage, Reading
+from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan, Plans
 from deltackpt.save.selection import Sources
 from deltackpt.save.taken import CopiedRows, HeldRows

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from deltackpt import __about__
@@ -97,10 +98,17 @@ class Share:
 
 
 class WrittenPart(NamedTuple):
-    """A part whose manifest stands: what that says, and the bytes of all its files."""
+    """A part whose manifest stands.
+
+    Attributes:
+      record: what that says.
+      nbytes: bytes of all files of the part.
+      crc32c: of the bytes of the manifest.
+    """
 
     record: Manifest
     nbytes: int
+    crc32c: int
 
 
 def write_array(place: ArrayPlace, entry: ArrayEntry, pieces: Iterator[np.ndarray]) -> StoredArrays:
@@ -236,7 +244,8 @@ def finish(
     data = manifest.to_bytes(record)
     files.write_atomic(item_dir / names.manifest_name(process), data, fsync=fsync)
     arrays_bytes = sum(length for length, _, _ in all_digests.files.values())
-    return WrittenPart(record, arrays_bytes + digests_path.stat().st_size + len(data))
+    nbytes = arrays_bytes + digests_path.stat().st_size + len(data)
+    return WrittenPart(record, nbytes, google_crc32c.value(data))
 
 
 def complete(
