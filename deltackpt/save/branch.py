@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import BaseRef, Layout, Manifest, SaveId
+from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policy import History
 from deltackpt.save.clocks import Clocks
 from deltackpt.state.touch_state import UNKNOWN
@@ -90,6 +90,56 @@ class Branch:
             for reading in clocks.readings
         )
 
+    def begin(
+        self,
+        kind: Kind,
+        save_id: SaveId,
+        step_dir: Path,
+        parent: Known | None,
+        clocks: Clocks,
+        layout: Layout,
+        number: int,
+    ) -> SaveInfo:
+        """Notes a save as in flight.
+
+        Args:
+          kind: base or delta.
+          save_id: its id.
+          step_dir: where it will stand once committed.
+          parent: of a delta.
+          clocks: of the TouchStates that it saw.
+          layout: the tables' layout.
+          number: how many saves were begun with it.
+        """
+        ref = None
+        if parent is not None:
+            ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
+        info = SaveInfo(save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0)
+        self.begun = self.in_flight = Known(
+            info=info,
+            path=step_dir,
+            clocks=clocks,
+            layout=layout,
+            settled=settled(clocks, self.begun),
+            number=number,
+            total_bytes=0 if parent is None else parent.total_bytes,
+            chain_length=0 if parent is None else parent.chain_length + 1,
+        )
+        return info
+
+    def make_base(self, save_id: SaveId) -> None:
+        """Makes a base of the delta in flight."""
+        known = self.in_flight
+        assert known is not None and known.info.save_id == save_id
+        known.info = dataclasses.replace(known.info, kind="base", parent=None)
+        known.total_bytes = known.chain_length = 0
+
+    def go_on_from(self, restored: Known, base_bytes: int) -> None:
+        """Begins with a restored save: the parent of what follows."""
+        self.previous = self.anchor = self.begun = restored
+        self.base_bytes = base_bytes
+        self.since = [restored]
+
     def promote(self, head: Manifest, *, compacted: bool) -> None:
         """Takes the save in flight for committed: the next one's parent.
 
@@ -111,9 +161,9 @@ class Branch:
         if compacted:
             self.since.append(known)
             if head.compacted is not None:
-                self._go_on_from(head.compacted)
+                self._anchor_at(head.compacted)
 
-    def _go_on_from(self, base: BaseRef) -> None:
+    def _anchor_at(self, base: BaseRef) -> None:
         """Takes a save for which a compacted base stands as the anchor: its chain is no more."""
         ids = [known.info.save_id for known in self.since]
         if base.save_id not in ids or self.base_id == base.save_id:

@@ -23,7 +23,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
 from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction
 from deltackpt.reading import saves
-from deltackpt.save.branch import Branch, Former, Known, doubt, settled
+from deltackpt.save.branch import Branch, Former, Known, doubt
 from deltackpt.save.clocks import Clocks, Reading, clocks_seen
 from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import files
@@ -133,34 +133,11 @@ class Lineage:
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
             kind, parent, reason = self._decide(clocks, layout, force_base, seen)
-            ref = None
-            if parent is not None:
-                ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
-            info = SaveInfo(
-                save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0
-            )
             before = branch.begun
-            branch.begun = branch.in_flight = Known(
-                info=info,
-                path=step_dir,
-                clocks=clocks,
-                layout=layout,
-                settled=settled(clocks, before),
-                number=self._begun,
-            )
+            info = branch.begin(kind, save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
                 recent = {} if before is None else clocks_seen(clocks, before.clocks)
-                return Intent(
-                    kind=kind,
-                    save_id=save_id,
-                    parent=None,
-                    since={},
-                    reason=reason,
-                    restores=branch.restores,
-                    recent=recent,
-                )
-            branch.in_flight.total_bytes = parent.total_bytes
-            branch.in_flight.chain_length = parent.chain_length + 1
+                return _base(info, recent, reason, branch.restores)
             return _delta(info, parent, clocks, reason, branch.restores)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
@@ -171,10 +148,7 @@ class Lineage:
           reason: why it cannot, or need not, be a delta.
         """
         with self._lock:
-            known = self._branch.in_flight
-            assert known is not None and known.info.save_id == intent.save_id
-            known.info = dataclasses.replace(known.info, kind="base", parent=None)
-            known.total_bytes = known.chain_length = 0
+            self._branch.make_base(intent.save_id)
         return dataclasses.replace(
             intent,
             kind="base",
@@ -278,18 +252,19 @@ class Lineage:
         """
         with self._lock:
             self._leave(Branch(run=run or new_run(), restores=restores + 1))
-            self._branch.previous = self._branch.anchor = self._branch.begun = Known(
-                info=target,
-                path=step_dir,
-                clocks=clocks,
-                layout=layout,
-                settled=None if clocks.gathers else clocks,
-                total_bytes=sum(sizes),
-                chain_length=len(sizes) - 1,
-                witness=witness,
+            self._branch.go_on_from(
+                Known(
+                    info=target,
+                    path=step_dir,
+                    clocks=clocks,
+                    layout=layout,
+                    settled=None if clocks.gathers else clocks,
+                    total_bytes=sum(sizes),
+                    chain_length=len(sizes) - 1,
+                    witness=witness,
+                ),
+                sizes[0],
             )
-            self._branch.base_bytes = sizes[0]
-            self._branch.since = [self._branch.previous]
             self._distrusted = None
 
     @property
@@ -334,12 +309,8 @@ class Lineage:
         """
         with self._lock:
             candidates = [] if not self._compacted else self._branch.since[::-1]
-        for known in candidates:
-            with contextlib.suppress(RestoreError, OSError):
-                base = saves.read_compacted(known.path, known.info.save_id, self._item)
-                if base is not None:
-                    return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
-        return None
+        found = (_compacted(known, self._item) for known in candidates)
+        return next((base for base in found if base is not None), None)
 
     def protected(self) -> frozenset[SaveId]:
         """Saves that retention must not remove: possible parents, and what is in flight."""
@@ -389,6 +360,19 @@ class Lineage:
         return "delta", parent, decision.reason
 
 
+def _base(info: SaveInfo, recent: Mapping[str, int], reason: str, restores: int) -> Intent:
+    """What a save is that needs no other."""
+    return Intent(
+        kind="base",
+        save_id=info.save_id,
+        parent=None,
+        since={},
+        reason=reason,
+        restores=restores,
+        recent=recent,
+    )
+
+
 def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores: int) -> Intent:
     """What a save is that is taken against a parent."""
     assert parent.settled is not None
@@ -425,11 +409,16 @@ def _stands(known: Known, item: str) -> bool:
     """Whether a save, or a compacted base for it, is there to be a parent."""
     if _standing(known, item) is not None:
         return True
-    try:
+    return _compacted(known, item) is not None
+
+
+def _compacted(known: Known, item: str) -> BaseRef | None:
+    """The compacted base that stands for a save; None where there is none that can be read."""
+    with contextlib.suppress(RestoreError, OSError):
         base = saves.read_compacted(known.path, known.info.save_id, item)
-    except (RestoreError, OSError):
-        return False
-    return base is not None
+        if base is not None:
+            return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
+    return None
 
 
 def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:
