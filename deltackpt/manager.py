@@ -180,16 +180,16 @@ class CheckpointManager:
                 )
         self._root, run = self._open_root(directory)
         self._lineage = Lineage(
-            self.options.policy,
+            self.options.deltas.policy,
             item=self._item,
             run=run,
-            compacted=self.options.bases == "compacted",
+            compacted=self.options.deltas.bases == "compacted",
         )
-        self._tracker = RowTracker() if self.options.tracking == "fingerprints" else None
+        self._tracker = RowTracker() if self.options.deltas.tracking == "fingerprints" else None
         self._verifier = TrackingVerifier()
         #: Whether it was said that no TouchState moves.
         self._told_stands_still = False
-        self._staging = Staging(self.options.staging_bytes)
+        self._staging = Staging(self.options.writes.staging_bytes)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
         self._due: int | None = None
@@ -246,7 +246,7 @@ class CheckpointManager:
             0 to 2**63 - 1.
         """
         arguments = _SaveArguments(touched, items, metrics, force_base)
-        return self._save(names.as_step(step), state, arguments, self.options.when_busy)
+        return self._save(names.as_step(step), state, arguments, self.options.writes.when_busy)
 
     def save_if_due(self, step: int, state: Any, **arguments: Any) -> Saved | None:
         """Takes a save that is due: a coalesced one, or that of a preemption.
@@ -327,7 +327,7 @@ class CheckpointManager:
         return self._orbax.reached_preemption(names.as_step(step))
 
     def wait(self) -> list[SaveReport]:
-        """Waits until every save is committed, as durable as ``options.durability`` says.
+        """Waits until every save is committed, as durable as ``options.writes.durability`` says.
 
         Returns:
           Reports of the saves that were committed since the last call, the newest thousand.
@@ -609,9 +609,9 @@ class CheckpointManager:
             touched=self._touched_rows(split, arguments.touched),
             lineage=self._lineage,
             options=PipelineOptions(
-                sampled_proof=self.options.sampled_proof and self._tracker is None,
+                sampled_proof=self.options.deltas.sampled_proof and self._tracker is None,
                 fsync=self._fsync,
-                staging_bytes=self.options.staging_bytes,
+                staging_bytes=self.options.writes.staging_bytes,
                 digests=("item", "step"),
                 processes_secs=self.options.timeouts.processes_secs,
             ),
@@ -656,7 +656,7 @@ class CheckpointManager:
             raise
         finally:
             pending.proceed.set()
-        if self.options.base_snapshot == "block" or _has_host_arrays(split):
+        if self.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
             self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
@@ -721,7 +721,7 @@ class CheckpointManager:
         # Of several processes process 0 may be the only one that is not done yet.
         which = "a step" if flight is None else f"step {flight.step}"
         reason = f"{which} is still being saved"
-        if self.options.when_busy == "coalesce":
+        if self.options.writes.when_busy == "coalesce":
             self._due = step
             reason += "; due, save_if_due() takes it"
         return Saved(
@@ -1003,7 +1003,7 @@ class CheckpointManager:
         elif fresh is not None:
             split = tables.split(state, self._tables)
             clocks = dataclasses.replace(clocks, windows=snapshot.clocks_of(split, ()).windows)
-            if self.options.sampled_proof:
+            if self.options.deltas.sampled_proof:
                 witness = proof.of_restored(split, fresh, self._staging)
         self._lineage.adopt(
             merged.chain[-1],
@@ -1042,7 +1042,7 @@ class CheckpointManager:
 
     @property
     def _fsync(self) -> bool:
-        return self.options.durability == "power"
+        return self.options.writes.durability == "power"
 
     def _open_orbax(self) -> ocp.CheckpointManager:
         if self.options.read_only:
@@ -1148,7 +1148,7 @@ class CheckpointManager:
         if writing and self.options.read_only:
             raise OptionError(
                 f"CheckpointManager of {self._root.path}: expected a manager that may write, "
-                "found read_only=True; open it without read_only to save"
+                f"found access={self.options.access!r}; open it with access='write' to save"
             )
 
 

@@ -34,6 +34,7 @@ from unittest import mock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flat_options import manager_options
 from jax._src import distributed
 from orbax.checkpoint import v1
 
@@ -348,7 +349,7 @@ class Worker:
         self._manager = deltackpt.CheckpointManager(
             root,
             handlers=handlers | ({"notes": ocp.JsonCheckpointHandler()} if notes else {}),
-            options=deltackpt.ManagerOptions(
+            options=manager_options(
                 policy=POLICIES[policy](**bounds or {}),
                 timeouts=Timeouts(processes_secs=processes_secs),
                 **options,
@@ -398,7 +399,7 @@ class Worker:
         return {"wrong": difference(found.state, self._model.at(step))}
 
     def _given(self) -> touched.TouchState | None:
-        return self._marks if self._manager.options.tracking == "marks" else None
+        return self._marks if self._manager.options.deltas.tracking == "marks" else None
 
     def next_save(self) -> dict[str, Any]:
         """What the next save would be."""
@@ -556,7 +557,7 @@ class Worker:
 
     def read_alone(self, root: str, step: int) -> None:
         """Reads a step by a manager of this process alone."""
-        options = deltackpt.ManagerOptions(read_only=True, alone=True)
+        options = deltackpt.ManagerOptions(access="read alone")
         with deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables()}, options=options
         ) as reader:

@@ -495,7 +495,7 @@ sys.addaudithook(lambda event, args: seen is not None and event in RUNS_CODE and
                  seen.append((event, str(args)[:200])))
 def read(directory):
     assert not t.read_all(directory)
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(
         directory, handlers=make_golden.handlers(), options=options
     ) as manager:

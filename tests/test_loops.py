@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from flat_options import manager_options
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import jax
@@ -52,7 +54,7 @@ grain = pytest.importorskip("grain")
 from loops import demo, lineage, nnx_loop, optax_loop  # noqa: E402
 
 ROWS, WIDTH, SAMPLES, BATCH = 48, 4, 24, 4
-MARKS = deltackpt.ManagerOptions(tracking="marks")
+MARKS = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking="marks"))
 LOOPS = {"optax": optax_loop, "nnx": nnx_loop}
 
 
@@ -246,7 +248,7 @@ def checkpoints(root, kind=None, iterator=None, *, every=2, sinks=(), **options)
         tables=deltackpt.Tables(select=kind.select),
         every_steps=every,
         data=iterator,
-        options=deltackpt.ManagerOptions(**{"tracking": kind.tracking, **options}),
+        options=manager_options(**{"tracking": kind.tracking, **options}),
         sinks=sinks,
     )
 

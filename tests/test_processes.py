@@ -97,7 +97,7 @@ def assert_read_alone(root: Path, step: int, model: Model | None = None) -> None
     with deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": many_worker.tables()},
-        options=deltackpt.ManagerOptions(read_only=True),
+        options=deltackpt.ManagerOptions(access="read"),
     ) as reader:
         found = reader.restore(step).state
     assert many_worker.difference(found, (model or Model()).at(step)) is None

@@ -27,7 +27,7 @@ from deltackpt.handlers.iterators import (
     position_of,
 )
 from deltackpt.manager import CheckpointManager
-from deltackpt.options import ManagerOptions
+from deltackpt.options import DeltaOptions, ManagerOptions
 from deltackpt.outcomes import Saved
 from deltackpt.state.tables import Tables
 
@@ -111,7 +111,7 @@ class LoopCheckpoints:
         handlers: dict[str, Any] = {names.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()
-        options = options or ManagerOptions(tracking="fingerprints")
+        options = options or ManagerOptions(deltas=DeltaOptions(tracking="fingerprints"))
         self.manager = CheckpointManager(directory, handlers=handlers, options=options, sinks=sinks)
         self._processes = Processes(
             f"loop:{os.fspath(directory)}", options.timeouts.processes_secs, alone=options.alone
@@ -245,7 +245,7 @@ class LoopCheckpoints:
             return
         if saved.kind is not None:
             self._newest = saved.step
-        self._owed = saved.kind is None and self.manager.options.when_busy == "coalesce"
+        self._owed = saved.kind is None and self.manager.options.writes.when_busy == "coalesce"
 
 
 def _variables(state: Any) -> Any:

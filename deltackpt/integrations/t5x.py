@@ -72,14 +72,15 @@ class _Settings:
             )
         if self.options.read_only:
             raise OptionError(
-                "options: expected options of a trainer, found read_only=True; leave it out, a "
-                "job that only reads takes no lease anyway"
+                "options: expected options of a trainer, found access="
+                f"{self.options.access!r}; leave it out, a job that only reads takes no lease "
+                "anyway"
             )
-        if self.options.when_busy != "wait":
+        if self.options.writes.when_busy != "wait":
             raise OptionError(
-                f"options.when_busy: expected 'wait', found {self.options.when_busy!r}; leave it "
-                "out: T5X would go on without its emergency and its last save, and never asks for "
-                "one that is due"
+                "options.writes.when_busy: expected 'wait', found "
+                f"{self.options.writes.when_busy!r}; leave it out: T5X would go on without its "
+                "emergency and its last save, and never asks for one that is due"
             )
 
 
@@ -110,11 +111,14 @@ def checkpoint_manager(
     Raises:
       OptionError: a setting has a value that cannot work.
     """
+    given = options or ManagerOptions()
     settings = _Settings(
         tables=(tables,) if isinstance(tables, str) else tuple(tables),
         codec=codec,
         slot_codec=slot_codec,
-        options=dataclasses.replace(options or ManagerOptions(), tracking="fingerprints"),
+        options=dataclasses.replace(
+            given, deltas=dataclasses.replace(given.deltas, tracking="fingerprints")
+        ),
         wait=wait,
     )
     found = next((made for made in _made if made.keywords["settings"] == settings), None)

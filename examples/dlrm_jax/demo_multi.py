@@ -165,7 +165,7 @@ class Run:
         with deltackpt.CheckpointManager(
             self.directory,
             handlers={"embeddings": trainer.checkpoint_tables()},
-            options=deltackpt.ManagerOptions(read_only=True),
+            options=deltackpt.ManagerOptions(access="read"),
         ) as manager:
             return digest(manager.restore(step, trainer.abstract_state(self.sizes)).state)
 

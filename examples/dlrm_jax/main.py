@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
     codec = deltackpt.CodecChoice(delta=options.codec, max_error=options.max_error)
     handlers = {"embeddings": trainer.checkpoint_tables(codec)}
     saving = deltackpt.ManagerOptions(
-        policy=POLICIES[options.policy](),
+        deltas=deltackpt.DeltaOptions(policy=POLICIES[options.policy]()),
+        writes=deltackpt.WriteOptions(durability=options.durability),
         retention=options.keep,
-        durability=options.durability,
         timeouts=Timeouts(processes_secs=options.processes_secs),
     )
     with deltackpt.CheckpointManager(
