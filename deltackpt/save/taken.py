@@ -133,7 +133,7 @@ class HeldRows:
             _hold(segment)
 
     def wait(self) -> None:
-        """Nothing to wait for: nothing is copied, or the copy was dispatched before later steps."""
+        """Nothing to wait for: views stand, and device copies come before later steps."""
 
     def land(self) -> None:
         """Nothing to wait for."""
