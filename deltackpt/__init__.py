@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
     from deltackpt.options import DeltaOptions, ManagerOptions, Timeouts, WriteOptions
-    from deltackpt.outcomes import Restored, Saved
+    from deltackpt.outcomes import ReadRows, Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
         CodecChoice,
@@ -52,6 +52,7 @@ _NAMES = {
     "ManagerOptions": "options",
     "OneShot": "policy",
     "PipelineOptions": "save.flight",
+    "ReadRows": "outcomes",
     "Restored": "outcomes",
     "Saved": "outcomes",
     "Tables": "state.tables",
@@ -76,6 +77,7 @@ __all__ = [
     "ManagerOptions",
     "OneShot",
     "PipelineOptions",
+    "ReadRows",
     "Restored",
     "Saved",
     "Tables",
