@@ -15,8 +15,8 @@ import deltackpt
 from deltackpt.reading import reader, saves
 from deltackpt.reading.reader import Targets
 from deltackpt.restore import placing
-from deltackpt.save import lineage, pipeline
-from deltackpt.save.pipeline import Embeddings, PipelineOptions
+from deltackpt.save import lineage, snapshot
+from deltackpt.save.flight import Embeddings, PipelineOptions
 from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
@@ -74,7 +74,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     staging=STAGING,
                 )
                 with job.lock:
-                    pending = pipeline.snapshot(embeddings, step, root / str(step))
+                    pending = snapshot.take(embeddings, step, root / str(step))
                 pending.wait_copied()
                 pending.proceed.set()
                 return pending.write(item)
