@@ -166,7 +166,7 @@ class Root:
                 "takes them for patterns and would commit steps whose dense leaves nobody can "
                 "read; give another path"
             )
-        _make_durable(path)
+        files.make_durable(path)
         _refuse_foreign(path)
         _refuse_other_item(path, item)
         root = cls(path, item, _claim_lease(path, after_epoch), given=given)
@@ -484,15 +484,6 @@ def _listing(path: Path) -> list[str]:
             f"{path}: expected to list it, found {os.strerror(error.errno or 0)}; check the path, "
             "its permissions and the file system"
         ) from error
-
-
-def _make_durable(path: Path) -> None:
-    """Makes a directory and what is missing above it; their names are on disk afterwards."""
-    with files.typed_errors(path, "make a directory"):
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        for folder in missing:
-            files.fsync_path(folder.parent)
 
 
 def _refuse_foreign(path: Path) -> None:

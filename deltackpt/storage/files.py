@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,10 +75,10 @@ def read_bytes(
         raise unreadable(path, error) from error
 
 
-def unreadable(path: Path | str, error: OSError) -> StorageError:
+def unreadable(path: Path | str, error: OSError, action: str = "read") -> StorageError:
     """What is raised where a file cannot be read, although it is there."""
     return StorageError(
-        f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
+        f"{path}: expected to {action}, found {os.strerror(error.errno or 0)}; check the file "
         "system and its permissions, then try again"
     )
 
@@ -112,18 +113,21 @@ def object_name(path: Path, components: int = 3) -> str:
     return "/".join(path.parts[first:])
 
 
-def write_atomic(path: Path, data: bytes, *, fsync: bool) -> None:
+def write_atomic(
+    path: Path, data: bytes | memoryview, *, fsync: bool, absent: bool = False
+) -> None:
     """Writes a file that is either absent, old or complete.
 
     Args:
       path: the file; its directory exists.
       data: the contents.
       fsync: whether file and directory entry are on disk before this returns.
+      absent: only where there is no such file; of several that try one succeeds.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store refused; the cause is FileExistsError where there is one.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     with typed_errors(path, "write"):
         try:
             with open(temporary, "wb") as file:
@@ -131,12 +135,30 @@ def write_atomic(path: Path, data: bytes, *, fsync: bool) -> None:
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
-            os.replace(temporary, path)
+            if absent:
+                _link(temporary, path)
+            else:
+                os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         if fsync:
             fsync_path(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Gives a file its name where nothing has it."""
+    os.link(temporary, path)
+    os.unlink(temporary)
+
+
+def make_durable(path: Path) -> None:
+    """Makes a directory and what is missing above it; their names are on disk afterwards."""
+    with typed_errors(path, "make a directory"):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            fsync_path(folder.parent)
 
 
 def fsync_path(path: Path) -> None:
