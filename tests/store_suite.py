@@ -46,6 +46,9 @@ class MemoryStore:
     def length(self, key: str) -> int:
         return len(self.get(key))
 
+    def version(self, key: str) -> bytes:
+        return self.get(key)
+
     def put(self, key: str, data, *, absent: bool = False) -> None:
         with self._lock:
             if absent and key in self._held:
@@ -147,6 +150,15 @@ class StoreSuite:
         ):
             with pytest.raises(Damaged, match="x"):
                 store.read_into("x", start, [memoryview(bytearray(size))], whole=whole)
+
+    def test_a_version_changes_with_what_is_under_a_key(self, store):
+        store.put("x", b"a")
+        first = store.version("x")
+        assert store.version("x") == first
+        store.put("x", b"abc")
+        assert store.version("x") != first
+        with pytest.raises(Missing, match="y"):
+            store.version("y")
 
     def test_a_key_that_must_be_absent_is_put_once(self, store):
         store.put("journal/1", b"first", absent=True)

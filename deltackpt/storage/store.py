@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import posixpath
 import stat
@@ -102,6 +103,14 @@ class Store(Protocol):
 
         Raises:
           Missing: there are none.
+        """
+        ...
+
+    def version(self, key: str) -> Hashable:
+        """What changes with what is under a key.
+
+        Raises:
+          Missing: nothing is.
         """
         ...
 
@@ -219,8 +228,12 @@ class Spot(NamedTuple):
         """Whether there is an object here."""
         try:
             self.store.length(self.key)
-        except StorageError:
+        except Missing:
             return False
+        except StorageError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ELOOP:
+                return False
+            raise
         return True
 
     def stamp(self) -> Stamp | None:
@@ -298,11 +311,19 @@ class FileStore:
 
     def length(self, key: str) -> int:
         """See ``Store``."""
+        return self._stat(key).st_size
+
+    def version(self, key: str) -> Hashable:
+        """See ``Store``."""
+        found = self._stat(key)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _stat(self, key: str) -> os.stat_result:
         with self._refusals(key):
             found = os.stat(self.path / key)
         if not stat.S_ISREG(found.st_mode):
             raise Missing(f"{self.path / key}", "no such file but something else of that name")
-        return found.st_size
+        return found
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
         """See ``Store``: a temporary file, forced to disk, then renamed, or linked."""
