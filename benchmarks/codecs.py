@@ -36,10 +36,11 @@ from deltackpt.format.manifest import Encoding, FieldSpec
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.reading import merge
 from deltackpt.reading.merge import Target
+from deltackpt.resources import memory
 from deltackpt.save import encode, fields
 from deltackpt.save.encode import HostPiece
 from deltackpt.save.fields import Field, Place
-from deltackpt.storage import arrays, files
+from deltackpt.storage import arrays
 
 ROWS, WIDTH = 400_000, 64
 PLAIN = ("bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric8", "symmetric4")
@@ -153,7 +154,7 @@ def trained(steps: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
 def measure_speeds(root: Path, rows: np.ndarray, rounds: int) -> dict[tuple[str, str], list[float]]:
     """Seconds for each GB of rows, by (what, codec), in turn."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    table = files.empty_buffer(rows.shape, rows.dtype)
+    table = memory.empty_buffer(rows.shape, rows.dtype)
     gigabytes = rows.nbytes / 1e9
     with ThreadPoolExecutor(_THREADS) as pool:
         for number in range(rounds + 1):
@@ -218,7 +219,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
     """Measures and prints the table."""
     count = max(1000, round(ROWS * options.scale))
     random = np.random.default_rng(0)
-    rows = files.empty_buffer((count, WIDTH), np.dtype(np.float32))
+    rows = memory.empty_buffer((count, WIDTH), np.dtype(np.float32))
     rows[:] = random.standard_normal((count, WIDTH), np.float32)
     values, slots = trained(options.steps, options.scale)
     heavy = random.standard_t(3, (min(count, 50_000), WIDTH)).astype(np.float32)

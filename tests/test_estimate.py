@@ -17,7 +17,7 @@ from test_verify import chunk, flip
 import deltackpt
 from deltackpt.errors import Damaged, StepNotFound
 from deltackpt.reading import reader, saves
-from deltackpt.storage import files
+from deltackpt.resources import memory
 from deltackpt.upkeep import estimate
 from deltackpt.upkeep.estimate import restore_plan
 
@@ -92,7 +92,7 @@ def test_the_sample_is_bounded_and_of_every_kind_of_rows(written, monkeypatch):
 
 def test_rows_far_apart_are_sampled_within_the_window(written, monkeypatch):
     taken: list[int] = []
-    real = files.empty_buffer
+    real = memory.empty_buffer
 
     def noted(shape, dtype):
         buffer = real(shape, dtype)
@@ -100,7 +100,7 @@ def test_rows_far_apart_are_sampled_within_the_window(written, monkeypatch):
         return buffer
 
     monkeypatch.setattr(estimate, "_WINDOW_BYTES", 600)
-    monkeypatch.setattr(files, "empty_buffer", noted)
+    monkeypatch.setattr(memory, "empty_buffer", noted)
     assert restore_plan(written).estimate.tables_secs > 0
     assert max(taken) <= 600
 

@@ -30,8 +30,8 @@ from deltackpt.format.manifest import ArrayEntry, Cover, FieldSpec, GroupEntry, 
 from deltackpt.reading import merge
 from deltackpt.reading.merge import Target
 from deltackpt.reading.saves import StoredPart, StoredSave, raise_if_removed, read_whole
+from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
-from deltackpt.storage import files
 
 #: Called with (bytes read so far, bytes to read in all), from a background thread.
 Progress = Callable[[int, int], None]
@@ -233,7 +233,7 @@ def empty_buffers(
             for box in asked.get(spec.name, ()):
                 (start, stop), (first, last) = box
                 trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
-                buffer = files.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
+                buffer = memory.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
                 buffers[table.name][spec.name][box] = buffer
                 # A template may have grown: its further rows are not in the step.
                 start, stop = min(start, table.rows), min(stop, table.rows)
@@ -444,7 +444,7 @@ class _StoredField:
     def beside_at(self) -> np.ndarray:
         """Positions in the segment, ascending, of the rows that the codec did not hold."""
         entry = self.beside[1]
-        out = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
+        out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
         self.read(entry, 0, entry.shape[0], out)
         return out
 
@@ -555,7 +555,7 @@ def segment_rows(part: StoredPart, segment: Segment) -> Rows:
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
-    out = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
+    out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
     part.read_array(segment, entry, 0, entry.shape[0], out)
     name = "/".join(part.directory(segment, entry).parts[-5:])
     return gaps.decode_gaps(out, total_rows=total, name=name)

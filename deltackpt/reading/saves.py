@@ -30,7 +30,7 @@ from deltackpt.errors import (
     TemplateMismatch,
 )
 from deltackpt.events import TableFigures
-from deltackpt.format import bounds, chain, manifest, names
+from deltackpt.format import chain, manifest, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import (
     ArrayEntry,
@@ -44,6 +44,7 @@ from deltackpt.format.manifest import (
     Segment,
     TableEntry,
 )
+from deltackpt.reading import bounds
 from deltackpt.storage import arrays, files
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.arrays import ChunkSums

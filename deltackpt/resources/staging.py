@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deltackpt.errors import OptionError
-from deltackpt.storage.files import empty_buffer
+from deltackpt.resources.memory import empty_buffer
 
 _GRAIN_BYTES = 1 << 20
 _T = TypeVar("_T")

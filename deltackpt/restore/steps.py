@@ -25,7 +25,7 @@ from deltackpt.errors import (
     TemplateMismatch,
     without_frames,
 )
-from deltackpt.format import bounds, names
+from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers import dense
@@ -33,7 +33,7 @@ from deltackpt.handlers.agreement import Peers
 from deltackpt.handlers.orbax_private import barrier_secs
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Timeouts
-from deltackpt.reading import reader
+from deltackpt.reading import bounds, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.saves import StoredSave

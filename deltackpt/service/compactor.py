@@ -20,6 +20,7 @@ from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import saves
 from deltackpt.reading.reader import Progress
+from deltackpt.resources import priority
 from deltackpt.service.options import ServiceOptions
 from deltackpt.upkeep import compact
 from deltackpt.upkeep.compact import Compacted, Folded, Plan
@@ -152,6 +153,6 @@ def _by_tasks(
 def _fold_quietly(plan: Plan, number: int, memory_bytes: int) -> Folded:
     """Folds a part in a thread that yields to others: Ray's process goes on to other tasks."""
     with concurrent.futures.ThreadPoolExecutor(
-        1, "deltackpt-fold", initializer=compact.lower_priority
+        1, "deltackpt-fold", initializer=priority.lower
     ) as pool:
         return pool.submit(compact.fold, plan, number, memory_bytes=memory_bytes).result()

@@ -41,9 +41,10 @@ from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import Piece, Targets
 from deltackpt.reading.saves import StoredSave
+from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import shards
 from deltackpt.standby.gate import Gate
-from deltackpt.standby.memory import Place, SharedMemory, available_bytes
+from deltackpt.standby.memory import Place, SharedMemory
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20

@@ -11,7 +11,6 @@ reader that finds the same even number before and after its copy has copied one 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltackpt.storage import files
+from deltackpt.resources import memory
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
@@ -60,7 +59,7 @@ class SharedMemory:
         self._descriptor = os.memfd_create("deltackpt", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, _HEADER_BYTES + nbytes)
         mapping = mmap.mmap(self._descriptor, _HEADER_BYTES + nbytes)
-        files.advise_huge_pages(mapping)
+        memory.advise_huge_pages(mapping)
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._bytes[:_TOKEN_BYTES] = np.frombuffer(self._token, np.uint8)
         self._sequence = _sequence(self._bytes)
@@ -140,24 +139,3 @@ def machine() -> str:
     """What two processes have in common that can open each other's descriptors."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def available_bytes() -> int:
-    """Bytes of memory that this process may still take: of the machine and of its container."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    found = int(fields["MemAvailable"].split()[0]) * 1024
-    for folder, limit, used, prefix in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        # Absent outside of a container, and "max" where it has no limit.
-        with contextlib.suppress(OSError, ValueError):
-            left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
-            lines = Path(folder, "memory.stat").read_text().splitlines()
-            told = dict(line.split() for line in lines)
-            # What is used counts the page cache of files, which goes where memory is needed.
-            cached = sum(
-                int(told.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
-            )
-            found = min(found, max(0, left + cached))
-    return found

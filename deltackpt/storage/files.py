@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import math
-import mmap
 import os
 import shutil
 import stat
@@ -15,14 +12,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, RestoreError, StorageError
+from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
 from deltackpt.format import names as layout
 from deltackpt.format.records import MOST_BYTES
-
-_HUGE_PAGE_BYTES = 2 << 20
-_C_LIBRARY = ctypes.CDLL(None)
 
 
 @contextlib.contextmanager
@@ -216,50 +208,3 @@ def free_bytes(path: Path) -> int:
     """Bytes that an unprivileged process may still write on the file system of ``path``."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
-
-
-def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array with undefined contents in its own huge-page-backed, page-aligned memory.
-
-    Page faults dominate the filling of fresh memory; huge pages make them 512 times fewer. The
-    alignment lets XLA's CPU backend keep the memory as a device buffer without a copy.
-
-    Args:
-      shape: shape of the array.
-      dtype: dtype of the array.
-
-    Raises:
-      RestoreError: there is not so much memory.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _HUGE_PAGE_BYTES:
-        raw = np.empty(nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        return raw[start : start + nbytes].view(dtype).reshape(shape)
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise RestoreError(
-            f"array of shape {shape}, {dtype.name}: expected {nbytes:,} bytes of memory, found "
-            f"that they cannot be had ({error}); restore fewer rows, or on more processes"
-        ) from error
-    advise_huge_pages(mapping)
-    return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
-
-
-def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Asks for huge pages; a kernel without them serves small ones."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
-def trim_memory() -> None:
-    """Gives memory that is free back to the system, where the C library can (glibc).
-
-    It would keep what pieces of some MiB leave behind in each of its threads' arenas: measured
-    twice the memory that was in use.
-    """
-    trim = getattr(_C_LIBRARY, "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -66,6 +66,7 @@ from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import HeldRows, Progress, Targets
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.resources import memory, priority
 from deltackpt.resources.staging import Staging
 from deltackpt.storage import arrays, files
 from deltackpt.storage import digests as integrity
@@ -85,7 +86,6 @@ _COPIES_WRITTEN = 3
 _COPIES_READ = 4
 #: Of the memory that is given, what is spent on purpose: the C library keeps some of what is freed.
 _SPENT = 2 / 3
-_NICE = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,12 +401,6 @@ def publish(plan: Plan) -> None:
         files.fsync_path(final.parent.parent)
 
 
-def lower_priority() -> None:
-    """Lets the calling thread yield to others: to Linux a thread is a process of its own."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 def _by_threads(
     planned: Plan, threads: int, memory_bytes: int, progress: Progress | None
 ) -> list[Folded]:
@@ -419,7 +413,7 @@ def _by_threads(
         return fold(planned, number, memory_bytes=memory_bytes, progress=meter.of(number))
 
     stop = threading.Event()
-    with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", lower_priority) as pool:
+    with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", priority.lower) as pool:
         futures = [pool.submit(run, number) for number in range(len(planned.parts))]
         try:
             for future in concurrent.futures.as_completed(futures):
@@ -539,7 +533,7 @@ class _Fold:
             for spec in group.fields
         }
         nbytes = max(rows[spec.name] * _field_bytes(spec) for spec in group.fields)
-        buffer = files.empty_buffer((nbytes,), np.dtype(np.uint8))
+        buffer = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
         for stretch in self._stretches(window, budget):
             numbers.move(stretch)
             for spec in group.fields:
@@ -548,7 +542,7 @@ class _Fold:
                     held = _rows_view(buffer, spec, part)
                     self._merge(window.targets(spec, part, held), numbers, scratch)
                     writers[spec.name].write(held)
-                    files.trim_memory()
+                    memory.trim_memory()
                     self._note(held.nbytes)
         chunks: dict[str, Digest] = {}
         entries, encodings = [], []

@@ -31,6 +31,7 @@ from packaging.specifiers import SpecifierSet
 from deltackpt import units
 from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format import names as layout
+from deltackpt.resources import memory
 
 Severity = Literal["ok", "note", "warning", "problem"]
 Area = Literal["directory", "machine", "software"]
@@ -752,13 +753,11 @@ def _processors() -> Finding:
 def _huge_pages() -> Iterator[Finding]:
     import numpy as np
 
-    from deltackpt.storage import files
-
     setting = _text("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", setting)
     if chosen is None:
         return
-    buffer = files.empty_buffer((_BUFFER_BYTES,), np.dtype(np.uint8))
+    buffer = memory.empty_buffer((_BUFFER_BYTES,), np.dtype(np.uint8))
     buffer.fill(1)
     got = huge_bytes(_text("/proc/self/smaps"), buffer.ctypes.data)
     share = min(got, _BUFFER_BYTES) / _BUFFER_BYTES

@@ -29,6 +29,7 @@ from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import HeldRows, Targets
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.resources import memory
 from deltackpt.storage import digests, files
 
 #: Most stored bytes, and about the most time, that are spent on sampling tables.
@@ -419,7 +420,7 @@ def _first_rows(part: StoredPart, segment: Segment) -> blocks.Rows:
 def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
     split = group.columns(spec) is not None
     held = segment.spec(group, spec.name)
-    buffer = files.empty_buffer((span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype))
+    buffer = memory.empty_buffer((span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype))
     return Target(group.name, spec.name, span, segment.columns if split else None, buffer)
 
 

@@ -34,16 +34,17 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
 )
-from deltackpt.format import blocks, bounds, chain, manifest
+from deltackpt.format import blocks, chain, manifest
 from deltackpt.format import names as layout
 from deltackpt.format.blocks import Span
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, SaveId, Segment
 from deltackpt.ledger import directory as root
-from deltackpt.reading import reader
+from deltackpt.reading import bounds, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.resources import memory
 from deltackpt.storage import arrays, digests, files
 from deltackpt.storage.digests import Inventory
 
@@ -600,7 +601,7 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
             if chunk not in known:
                 yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):
-            at = files.empty_buffer(entry.shape, np.dtype(entry.dtype))
+            at = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
             part.read_array(segment, entry, 0, len(at), at)
             if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
                 yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of this process and of the machine: buffers to read into, what is left, what goes back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt.errors import RestoreError
+
+_HUGE_PAGE_BYTES = 2 << 20
+_C_LIBRARY = ctypes.CDLL(None)
+
+
+def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array with undefined contents in its own huge-page-backed, page-aligned memory.
+
+    Page faults dominate the filling of fresh memory; huge pages make them 512 times fewer. The
+    alignment lets XLA's CPU backend keep the memory as a device buffer without a copy.
+
+    Args:
+      shape: shape of the array.
+      dtype: dtype of the array.
+
+    Raises:
+      RestoreError: there is not so much memory.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _HUGE_PAGE_BYTES:
+        raw = np.empty(nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return raw[start : start + nbytes].view(dtype).reshape(shape)
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise RestoreError(
+            f"array of shape {shape}, {dtype.name}: expected {nbytes:,} bytes of memory, found "
+            f"that they cannot be had ({error}); restore fewer rows, or on more processes"
+        ) from error
+    advise_huge_pages(mapping)
+    return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
+
+
+def advise_huge_pages(mapping: mmap.mmap) -> None:
+    """Asks for huge pages; a kernel without them serves small ones."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+def trim_memory() -> None:
+    """Gives memory that is free back to the system, where the C library can (glibc).
+
+    It would keep what pieces of some MiB leave behind in each of its threads' arenas: measured
+    twice the memory that was in use.
+    """
+    trim = getattr(_C_LIBRARY, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def available_bytes() -> int:
+    """Bytes of memory that this process may still take: of the machine and of its container."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    found = int(fields["MemAvailable"].split()[0]) * 1024
+    for folder, limit, used, prefix in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        # Absent outside of a container, and "max" where it has no limit.
+        with contextlib.suppress(OSError, ValueError):
+            left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
+            lines = Path(folder, "memory.stat").read_text().splitlines()
+            told = dict(line.split() for line in lines)
+            # What is used counts the page cache of files, which goes where memory is needed.
+            cached = sum(
+                int(told.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file")
+            )
+            found = min(found, max(0, left + cached))
+    return found
