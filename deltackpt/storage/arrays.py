@@ -434,8 +434,6 @@ def _read_through_tensorstore(
             raise Damaged(at.shown(7), "a chunk", "no such file") from error
         found = str(error).splitlines()[0]
         raise Damaged(at.shown(7), "a chunk with its checksum", found) from error
-            at.shown(7), "a chunk with its checksum", str(error).splitlines()[0]
-        ) from error
 
 
 def _store_error(directory: Path, error: ValueError) -> Exception:
