@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -1004,7 +1005,7 @@ class CheckpointManager:
                 witness = proof.of_restored(split, fresh, self._staging)
         self._lineage.adopt(
             merged.chain[-1],
-            found.target.step_dir,
+            Path(found.target.step_dir),
             target_layout,
             sizes=sizes,
             clocks=clocks,

@@ -8,7 +8,6 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,12 @@ from deltackpt.reading import reader
 from deltackpt.reading.reader import HeldRows, Targets
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.storage.arrays import BLOCK_BYTES
+from deltackpt.storage.store import Spot
 
 #: Most memory of what is read at a time, beside the rows asked for.
 _WINDOW_BYTES = 64 << 20
 #: Item, save, process and name of a segment: a save may take the place of one that was rolled back.
-_Place = tuple[Path, SaveId, int, str]
+_Place = tuple[Spot, SaveId, int, str]
 #: Most memory of row numbers that are kept for the next read.
 _ROW_NUMBERS_BYTES = 256 << 20
 

@@ -57,6 +57,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.reading import saves as stored
 from deltackpt.storage import files
 from deltackpt.storage.digests import check_step_files
+from deltackpt.storage.store import FileStore, Spot, Stamp
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
@@ -108,9 +109,9 @@ class Root:
                 descriptor = os.open(path, os.O_RDONLY)
             # While it is open, no other directory can have its inode.
             self._unpin = weakref.finalize(self, os.close, descriptor)
-            self._place = os.fstat(descriptor)
+            self._stamp = Stamp.of(os.fstat(descriptor))
         self._known: dict[str, SaveInfo] = {}
-        self._bases: dict[tuple[str, int], SaveInfo] = {}
+        self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
         #: The training thread asks about saves, and the collector does.
         self._lock = threading.Lock()
         self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -179,6 +180,11 @@ class Root:
         """Where a step stands once it is committed."""
         return self.path / str(step)
 
+    @property
+    def spot(self) -> Spot:
+        """The directory, for readers."""
+        return Spot(FileStore(self.path), "")
+
     def steps(self) -> list[int]:
         """Committed steps, in no order: one listing of the root."""
         numbers = map(layout.step_number, _listing(self.path))
@@ -201,7 +207,7 @@ class Root:
                 if name not in self._known:
                     # Removed while it is read, or damaged: it stays unknown.
                     with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = stored.read_save(self.path / name, self._item).info
+                        self._known[name] = stored.read_save(self.spot / name, self._item).info
                 found[step] = self._known.get(name)
             return found
 
@@ -212,12 +218,12 @@ class Root:
     def _compacted(self) -> dict[str, SaveInfo]:
         """Compacted bases by the names of their steps; each is read once."""
         with self._lock:
-            bases = stored.compacted_bases(self.path, self._item)
+            bases = stored.compacted_bases(self.spot, self._item)
             self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
             for key in bases.items():
                 if key not in self._bases:
                     with contextlib.suppress(RestoreError, OSError):
-                        found = stored.read_base(self.path / key[0], self._item)
+                        found = stored.read_base(self.spot / key[0], self._item)
                         self._bases[key] = found.info
             return {name: info for (name, _), info in self._bases.items()}
 
@@ -271,7 +277,7 @@ class Root:
     def _check_place(self, lease: Lease) -> None:
         """Checks that the directory that was opened stands where it did."""
         try:
-            stands = os.path.samestat(os.stat(self.path), self._place)
+            stands = self._stamp.same(Stamp.of(os.stat(self.path)))
         except OSError as error:
             raise StorageError(
                 f"{self.path}: expected to find the directory where it was opened, found "
@@ -284,7 +290,7 @@ class Root:
             raise self._fenced(f"another directory in its place, with {held}")
         # A link that is gone leads to no other directory: it may be about to be made anew.
         with contextlib.suppress(OSError):
-            if not os.path.samestat(os.stat(self.given), self._place):
+            if not self._stamp.same(Stamp.of(os.stat(self.given))):
                 raise self._fenced(f"that {self.given}, which led to it, leads elsewhere now")
 
     def _fenced(self, found: str) -> FencedError:
@@ -331,7 +337,7 @@ class Root:
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Compacted bases of later steps go with these, so that they stay whole."""
-        bases = stored.compacted_bases(self.path, self._item)
+        bases = stored.compacted_bases(self.spot, self._item)
         for name in bases:
             number = layout.step_number(name)
             if number is not None and number > step:

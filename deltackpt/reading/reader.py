@@ -325,8 +325,8 @@ class _Meter:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """Work of one read: positions ``[start, stop)`` of one field of a segment, within one chunk."""
+class Read:
+    """Positions ``[start, stop)`` of one field of a segment, within one chunk."""
 
     field: _StoredField
     rows: Rows
@@ -460,7 +460,7 @@ class _StoredField:
         self.part.read_array(self.segment, entry, start, stop, out)
 
 
-def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None) -> list[Piece]:
+def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None) -> list[Read]:
     """The work of one save, in pieces of different rows.
 
     Args:
@@ -484,7 +484,7 @@ def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None
     return found
 
 
-def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Iterator[Piece]:
+def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Iterator[Read]:
     rows, first = held
     chunk_rows = stored.stored[""].chunk_rows
     segment, field = stored.segment, stored.spec.name
@@ -497,7 +497,7 @@ def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Ite
         while start < stop:
             end = min(stop, (start // chunk_rows + 1) * chunk_rows)
             part = rows[start - first : end - first]
-            yield Piece(stored, part, start, end, over(part))
+            yield Read(stored, part, start, end, over(part))
             start = end
 
 
@@ -508,7 +508,7 @@ def reach(rows: Rows) -> Span:
     return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
-def check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) -> None:
+def check_covered(base: StoredSave, targets: Targets, work: Sequence[Read]) -> None:
     """Checks that a base holds every row of what is wanted, exactly once.
 
     Args:
@@ -551,11 +551,35 @@ def segment_rows(part: StoredPart, segment: Segment) -> Rows:
       Damaged: row numbers are missing or altered.
     """
     part.check(segment)
-    total = part.groups[segment.group].rows
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)
+    return gap_rows(part, segment)
+
+
+def gap_rows(
+    part: StoredPart,
+    segment: Segment,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    after: int | None = None,
+) -> np.ndarray:
+    """Row numbers of a segment that are stored as gaps, checked against its group.
+
+    Args:
+      part: the segment's.
+      segment: one without ranges.
+      start: the first of them.
+      stop: the last + 1; all by default.
+      after: the row before the first; None where they begin with the segment's first.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
-    out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
-    part.read_array(segment, entry, 0, entry.shape[0], out)
-    name = "/".join(part.directory(segment, entry).parts[-5:])
-    return gaps.decode_gaps(out, total_rows=total, name=name)
+    stop = entry.shape[0] if stop is None else stop
+    out = memory.empty_buffer((stop - start,), np.dtype(entry.dtype))
+    part.read_array(segment, entry, start, stop, out)
+    total = part.groups[segment.group].rows
+    name = part.directory(segment, entry).shown(5)
+    return gaps.decode_gaps(out, total_rows=total, name=name, after=after)

@@ -18,7 +18,7 @@ from deltackpt.format.records import MOST_BYTES
 
 
 @contextlib.contextmanager
-def typed_errors(path: Path, action: str) -> Iterator[None]:
+def typed_errors(path: os.PathLike[str], action: str) -> Iterator[None]:
     """Turns an operating system's refusal into an error that says what to do next.
 
     Args:

@@ -252,9 +252,21 @@ class Spot(NamedTuple):
         """Names of the folders one level below."""
         return self.store.folders(self.key)
 
+    def names(self) -> list[str]:
+        """Names of the folders and objects one level below, ascending."""
+        return sorted({key.partition("/")[0] for key in self.keys()} | {*self.folders()})
+
     def keys(self) -> list[str]:
         """Where all objects below are, as seen from here, ascending."""
         return [Spot(self.store, key).below(self) for key in self.store.keys(self.key)]
+
+    def versions(self) -> dict[str, Hashable]:
+        """What changes with each object below, by where it is as seen from here.
+
+        Raises:
+          Missing: one of them was removed meanwhile.
+        """
+        return {name: self.store.version((self / name).key) for name in self.keys()}
 
     def kvstore(self) -> dict[str, Any]:
         """The folder as a kvstore of TensorStore."""

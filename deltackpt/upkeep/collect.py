@@ -33,6 +33,7 @@ from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root, epochs, is_leftover
+from deltackpt.reading import inventory
 from deltackpt.reading import saves as stored
 from deltackpt.storage import digests, files
 from deltackpt.upkeep import compact
@@ -428,7 +429,7 @@ class _Plan:
         except FileNotFoundError:
             return Damaged(shown, "a save", "none: it was removed meanwhile")
         if key not in self._checked:
-            found = digests.inventory(folder, self._item, shown=shown, unreadable=True)
+            found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
             below = f"{self._item}/"
             wanted = {
                 name: of for name, of in found.files.items() if name.startswith(below) == inside

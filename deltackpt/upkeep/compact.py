@@ -47,7 +47,7 @@ from deltackpt.errors import (
     OutOfSpace,
     StepNotFound,
 )
-from deltackpt.format import gaps, manifest
+from deltackpt.format import manifest
 from deltackpt.format import names as layout
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import (
@@ -71,6 +71,7 @@ from deltackpt.resources.staging import Staging
 from deltackpt.storage import arrays, files
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.store import Spot
 
 #: Memory of a compaction where the caller does not say it.
 MEMORY_BYTES = 1 << 30
@@ -723,7 +724,7 @@ class _RowNumbers:
 
     def __init__(self) -> None:
         self._stretch: Span = (0, 0)
-        self._cursors: dict[Path, _Cursor] = {}
+        self._cursors: dict[Spot, _Cursor] = {}
 
     def move(self, stretch: Span) -> None:
         """Goes on to the next stretch."""
@@ -783,15 +784,7 @@ class _Cursor:
     def _decoded(self) -> np.ndarray:
         start = self._chunk * self._entry.chunk_rows
         stop = min(start + self._entry.chunk_rows, self._entry.shape[0])
-        out = np.empty(stop - start, np.dtype(self._entry.dtype))
-        self._part.read_array(self._segment, self._entry, start, stop, out)
-        directory = self._part.directory(self._segment, self._entry)
-        return gaps.decode_gaps(
-            out,
-            total_rows=self._part.groups[self._segment.group].rows,
-            name=files.object_name(directory, 5),
-            after=self._before,
-        )
+        return reader.gap_rows(self._part, self._segment, start, stop, after=self._before)
 
 
 def _chain(plan: Plan) -> tuple[StoredSave, ...]:

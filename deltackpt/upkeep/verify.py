@@ -40,13 +40,14 @@ from deltackpt.format.blocks import Span
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, SaveId, Segment
 from deltackpt.ledger import directory as root
-from deltackpt.reading import bounds, reader
+from deltackpt.reading import bounds, inventory, reader
 from deltackpt.reading import saves as stored
+from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.reader import Progress
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
-from deltackpt.storage import arrays, digests, files
-from deltackpt.storage.digests import Inventory
+from deltackpt.storage import arrays, digests
+from deltackpt.storage.store import Spot, Stamp
 
 #: How often the directory is listed anew where a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -218,18 +219,18 @@ class _Save:
       name: its path below the root.
       step_dir: the step, or the folder ``compacted/<step>``, which may hold bases of other items.
       folder: what holds its files: the step, or the item in that folder.
-      inode: of ``folder``.
+      stamp: of ``folder``.
     """
 
     name: str
-    step_dir: Path
-    folder: Path
-    inode: int
+    step_dir: Spot
+    folder: Spot
+    stamp: Stamp
 
     @property
     def stands(self) -> bool:
         """Whether it is still there."""
-        return _inode(self.folder) == self.inode
+        return self.stamp.same(self.folder.stamp())
 
 
 class _Audit:
@@ -274,9 +275,9 @@ class _Audit:
 
     def _changes(self) -> bool:
         """Whether the directory changes within a moment: what is missing may be replaced."""
-        known = {(save.name, save.inode) for save, _, _ in self._found.values()}
+        known = {(save.name, save.stamp.identity) for save, _, _ in self._found.values()}
         for _ in range(_CHECKS):
-            now = {(save.name, save.inode) for save in self._standing()}
+            now = {(save.name, save.stamp.identity) for save in self._standing()}
             if self._steps is None and now != known or not known <= now:
                 return True
             time.sleep(_INTERVAL_SECS)
@@ -290,13 +291,13 @@ class _Audit:
         """Verifies what is not known yet, and forgets what was removed; whether there was any."""
         standing = {save.name: save for save in self._standing()}
         for name, (save, _, _) in list(self._found.items()):
-            if name not in standing or standing[name].inode != save.inode:
+            if name not in standing or not standing[name].stamp.same(save.stamp):
                 del self._found[name]
         fresh = [save for save in standing.values() if save.name not in self._found]
         if self._steps is not None:
             needed = self._needed(standing)
             fresh = [save for save in fresh if _number(save.name) in needed]
-        self.meter.expect(sum(files.tree_bytes(save.folder) for save in fresh))
+        self.meter.expect(sum(_nbytes(save.folder) for save in fresh))
         for save in fresh:
             report, info = self._verified(save)
             if save.stands:
@@ -306,15 +307,15 @@ class _Audit:
         return bool(fresh)
 
     def _standing(self) -> Iterator[_Save]:
-        path = self._root.path
+        at = self._root.spot
         for step in sorted(self._root.steps()):
-            folder = path / str(step)
-            inode = _inode(folder)
-            if inode is not None:
-                yield _Save(str(step), folder, folder, inode)
-        for name, inode in sorted(stored.compacted_bases(path, self._item).items()):
-            folder = layout.compacted_dir(path / name, self._item)
-            yield _Save(f"{layout.COMPACTED}/{name}", folder.parent, folder, inode)
+            folder = at / str(step)
+            stamp = folder.stamp()
+            if stamp is not None:
+                yield _Save(str(step), folder, folder, stamp)
+        for name, stamp in sorted(stored.compacted_bases(at, self._item).items()):
+            folder = layout.compacted_dir(at / name, self._item)
+            yield _Save(f"{layout.COMPACTED}/{name}", folder.parent, folder, stamp)
 
     def _needed(self, standing: Mapping[str, _Save]) -> set[int]:
         """Steps that the wanted ones need, as far as their manifests can be read."""
@@ -334,7 +335,9 @@ class _Audit:
         return needed
 
     def _verified(self, save: _Save) -> tuple[SaveReport, SaveInfo | None]:
-        found = digests.inventory(save.step_dir, self._item, shown=save.name, unreadable=True)
+        found = inventory.read_inventory(
+            save.step_dir, self._item, shown=save.name, unreadable=True
+        )
         damage = list(found.damage)
         damage += digests.check_files(
             save.step_dir,
@@ -348,7 +351,7 @@ class _Audit:
         info = None
         head = found.records[0] if found.records and found.records[0].process == 0 else None
         if head is not None:
-            info = _info(head, save.step_dir.name)
+            info = SaveInfo.of(head, save.step_dir.name)
             problems += self._misplaced(save, head)
             if not any(problem.stops == "chain" for problem in problems):
                 problems += self._structure(save)
@@ -390,8 +393,8 @@ class _Audit:
         """Files that no digest knows; not to be told where the digests themselves are damaged."""
         if found.damage:
             return
-        for path in sorted(_walk(save.folder)):
-            name = path.relative_to(save.step_dir).as_posix()
+        for key in save.folder.keys():
+            name = (save.folder / key).below(save.step_dir)
             if name.startswith(found.scope) and name not in found.files:
                 yield Problem(
                     object_name=f"{save.name}/{name}",
@@ -423,7 +426,7 @@ class _Audit:
         """What records say that cannot be, although each is as it was written."""
         try:
             if "/" in save.name:
-                step_dir = self._root.path / save.step_dir.name
+                step_dir = self._root.spot / save.step_dir.name
                 held = stored.read_base(step_dir, self._item)
             else:
                 held = stored.read_save(save.step_dir, self._item)
@@ -594,10 +597,10 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
     part.check(segment)  # As many chunks as there should be.
     for entry in segment.arrays:
         directory = part.directory(segment, entry)
-        below = directory.relative_to(part.item_dir).as_posix()
+        below = directory.below(part.item_dir)
         known = part.checksums.get(below, {})
         for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
-            chunk = arrays.chunk_path(directory, entry, number).relative_to(directory).as_posix()
+            chunk = arrays.chunk_name(entry, number)
             if chunk not in known:
                 yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):
@@ -711,16 +714,6 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
         yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
 
 
-def _info(head: Manifest, step_dir: str) -> SaveInfo:
-    return SaveInfo(
-        save_id=head.save_id,
-        kind=head.kind,
-        parent=head.parent,
-        step_dir=step_dir,
-        nbytes=head.nbytes,
-    )
-
-
 def _number(name: str) -> int:
     """The step of a save's name; -1 of a compacted base that has none."""
     tail = name.rpartition("/")[2]
@@ -735,16 +728,13 @@ def _once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     return tuple(found.values())
 
 
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
-
-
-def _walk(directory: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(directory):
-        yield from (Path(folder, name) for name in names)
+def _nbytes(folder: Spot) -> int:
+    """Bytes of all files below a folder, from which others may remove files meanwhile."""
+    total = 0
+    for name in folder.keys():
+        with contextlib.suppress(StorageError, Damaged):  # Verification says what is wrong.
+            total += (folder / name).length()
+    return total
 
 
 def _listing(directory: Path) -> list[str]:
