@@ -25,7 +25,7 @@ from deltackpt.errors import (
     RestoreError,
 )
 from deltackpt.format import manifest, names
-from deltackpt.reading import inventory, saves
+from deltackpt.reading import inventory, removal
 from deltackpt.storage import digests
 from deltackpt.upkeep import compact, verify
 
@@ -85,7 +85,7 @@ def damages(path: Path) -> Iterator[tuple[str, bytes | None]]:
 def test_damage_of_any_file_is_named_and_an_older_step_restores(written, tmp_path, monkeypatch):
     root, states = written
     # Nobody removes steps meanwhile, which a restore would otherwise wait for at each damage.
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for path in files_of(copy):
@@ -168,7 +168,7 @@ def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_rest
 ):
     """Its version stands before the body: one bit of it, and it asks for a newer deltackpt."""
     root, states = written
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for name in (f"embeddings/{names.manifest_name(0)}", names.STEP_DIGESTS):

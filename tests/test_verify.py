@@ -24,7 +24,7 @@ from test_compact import fold, manager, write_chain
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import manifest, names
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import inventory, reader, saves
+from deltackpt.reading import inventory, reader, removal, saves
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot
 from deltackpt.upkeep import verify
@@ -49,7 +49,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch):
     """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     monkeypatch.setattr(verify, "_CHECKS", 1)
 
 

@@ -10,7 +10,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
 from deltackpt.format import names as layout
@@ -97,7 +97,7 @@ def length(path: Path, name: str) -> int:
     return found.st_size
 
 
-def object_name(path: Path, components: int = 3) -> str:
+def object_name(path: PurePath, components: int = 3) -> str:
     """The last components of a path: enough to find it in a checkpoint directory."""
     first = max(0, len(path.parts) - components)
     if first and path.parts[first - 1] == layout.COMPACTED:

@@ -18,7 +18,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Protocol
 
 from deltackpt.errors import Damaged, StorageError
@@ -167,12 +167,12 @@ class Spot(NamedTuple):
         """Its path, for what works on files alone."""
         if not isinstance(self.store, FileStore):
             raise TypeError(f"{self}: expected a file, found an object of another store")
-        return str(self.store.path / self.key)
+        return str(self)
 
     @property
     def name(self) -> str:
         """The last name in its key; that of the store where it is all of it."""
-        return posixpath.basename(str(self))
+        return posixpath.basename(self.key or self.store.url)
 
     @property
     def parent(self) -> Spot:
@@ -187,7 +187,7 @@ class Spot(NamedTuple):
 
     def shown(self, components: int = 3) -> str:
         """The last components of where it is: enough to find it in a checkpoint directory."""
-        return files.object_name(Path(str(self)), components)
+        return files.object_name(PurePath(str(self)), components)
 
     def read(self, shown: str | None = None, *, most_bytes: int | None = MOST_BYTES) -> bytes:
         """Reads a whole object.
@@ -286,9 +286,10 @@ class FileStore:
 
     def get(self, key: str) -> bytes:
         """See ``Store``."""
-        self.length(key)  # Reading a pipe would wait.
-        with self._refusals(key):
-            return (self.path / key).read_bytes()
+        with self._refusals(key), open(self._name(key), "rb", 0, opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise self._no_file(key)
+            return file.read()
 
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
@@ -296,8 +297,7 @@ class FileStore:
         """See ``Store``; from the page cache straight into the parts."""
         wanted = sum(part.nbytes for part in parts)
         with self._refusals(key):
-            # A pipe in its place would wait for somebody to write.
-            descriptor = os.open(self.path / key, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = _without_waiting(self._name(key), os.O_RDONLY)
             try:
                 if whole or start < 0:
                     length = os.fstat(descriptor).st_size
@@ -332,10 +332,16 @@ class FileStore:
 
     def _stat(self, key: str) -> os.stat_result:
         with self._refusals(key):
-            found = os.stat(self.path / key)
+            found = os.stat(self._name(key))
         if not stat.S_ISREG(found.st_mode):
-            raise Missing(f"{self.path / key}", "no such file but something else of that name")
+            raise self._no_file(key)
         return found
+
+    def _no_file(self, key: str) -> Missing:
+        return Missing(self._name(key), "no such file but something else of that name")
+
+    def _name(self, key: str) -> str:
+        return f"{self.path}/{key}" if key else str(self.path)
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
         """See ``Store``: a temporary file, forced to disk, then renamed, or linked."""
@@ -381,7 +387,7 @@ class FileStore:
     def stamp(self, folder: str) -> Stamp | None:
         """See ``Store``."""
         try:
-            found = os.stat(self.path / folder)
+            found = os.stat(self._name(folder))
         except OSError:  # Reading it says what is wrong.
             return None
         return Stamp.of(found) if stat.S_ISDIR(found.st_mode) else None
@@ -395,11 +401,18 @@ class FileStore:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Missing(f"{self.path / key}") from error
+            raise Missing(self._name(key)) from error
+        except IsADirectoryError as error:
+            raise self._no_file(key) from error
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise files.unreadable(self.path / key, error, action) from error
+            raise files.unreadable(self._name(key), error, action) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe in its place would wait for somebody to write."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def spot(where: Spot | str | os.PathLike[str]) -> Spot:
