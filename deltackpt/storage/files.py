@@ -67,6 +67,21 @@ def read_bytes(
         raise unreadable(path, error) from error
 
 
+def listing(path: Path) -> list[str]:
+    """Names in a directory.
+
+    Raises:
+      StorageError: it cannot be listed.
+    """
+    try:
+        return os.listdir(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: expected to list it, found {os.strerror(error.errno or 0)}; check the path, "
+            "its permissions and the file system"
+        ) from error
+
+
 def unreadable(path: Path | str, error: OSError, action: str = "read") -> StorageError:
     """What is raised where a file cannot be read, although it is there."""
     return StorageError(

@@ -49,7 +49,8 @@ from deltackpt.format import chain, manifest
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.directory import Root, epochs
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.lease import epochs
 from deltackpt.reading import inventory
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import Progress

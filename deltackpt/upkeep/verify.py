@@ -40,6 +40,7 @@ from deltackpt.format.blocks import Span
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, SaveId, Segment
 from deltackpt.ledger import directory as root
+from deltackpt.ledger import lease, leftovers
 from deltackpt.reading import bounds, inventory, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.inventory import Inventory
@@ -692,9 +693,9 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
                 notes.append(f"{name}/: {found} {what}, not verified")
         elif name == layout.COPYING:
             notes.append(f"{name}/: a copy that was cut off, or is under way")
-        elif root.is_leftover(name):
+        elif leftovers.is_leftover(name):
             notes.append(f"{name}: a save that was cut off, or is under way")
-        elif not root.is_known(name):
+        elif not leftovers.is_known(name):
             notes.append(f"{name}: neither deltackpt nor Orbax wrote it")
     return tuple(problems), tuple(notes)
 
@@ -703,7 +704,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
     """A claim that was cut before it was signed is none: it counts by its name."""
     try:
         if path.stat().st_size:
-            root.read_lease(path)
+            lease.read_lease(path)
     except FileNotFoundError:
         return  # A newer trainer took the directory.
     except Damaged as error:
