@@ -198,8 +198,10 @@ class Study:
     ) -> tuple[trainer.TrainState, list[float]]:
         errors = []
         options = deltackpt.ManagerOptions(
-            durability="process",
-            policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9),
+            deltas=deltackpt.DeltaOptions(
+                policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+            ),
+            writes=deltackpt.WriteOptions(durability="process"),
         )
         handlers = {"embeddings": trainer.checkpoint_tables(run.codec)}
         with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:

@@ -65,7 +65,10 @@ print(json.dumps({"call": call, "alone": result.seconds, "chain": len(result.cha
 def write(root: Path, scale: float, steps: int) -> int:
     """Saves so many steps; returns the bytes of the state."""
     state = states.make(scale)
-    options = deltackpt.ManagerOptions(durability="process", base_snapshot="block")
+    options = deltackpt.ManagerOptions(
+        deltas=deltackpt.DeltaOptions(base_snapshot="block"),
+        writes=deltackpt.WriteOptions(durability="process"),
+    )
     with deltackpt.CheckpointManager(root, handlers=handlers(), options=options) as manager:
         for step in range(steps):
             manager.save(step, state)

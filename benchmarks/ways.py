@@ -61,9 +61,11 @@ class Deltas:
             root,
             handlers={"embeddings": trainer.checkpoint_tables(codec, slot_codec)},
             options=deltackpt.ManagerOptions(
-                durability=durability,
-                base_snapshot=base_snapshot,
-                policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9),
+                deltas=deltackpt.DeltaOptions(
+                    base_snapshot=base_snapshot,
+                    policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9),
+                ),
+                writes=deltackpt.WriteOptions(durability=durability),
             ),
         )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
-    from deltackpt.options import ManagerOptions, Timeouts
+    from deltackpt.options import DeltaOptions, ManagerOptions, Timeouts, WriteOptions
     from deltackpt.outcomes import Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
@@ -44,6 +44,7 @@ _NAMES = {
     "Consecutive": "policy",
     "DeltaCheckpointableHandler": "handlers.v1",
     "DeltaHandler": "handlers.v0",
+    "DeltaOptions": "options",
     "DeltaRestore": "handlers.v0",
     "DeltaSave": "handlers.v0",
     "Embeddings": "save.pipeline",
@@ -56,6 +57,7 @@ _NAMES = {
     "Tables": "state.tables",
     "Timeouts": "options",
     "TouchState": "touched",
+    "WriteOptions": "options",
     "split": "state.tables",
 }
 
@@ -66,6 +68,7 @@ __all__ = [
     "Consecutive",
     "DeltaCheckpointableHandler",
     "DeltaHandler",
+    "DeltaOptions",
     "DeltaRestore",
     "DeltaSave",
     "Embeddings",
@@ -78,6 +81,7 @@ __all__ = [
     "Tables",
     "Timeouts",
     "TouchState",
+    "WriteOptions",
     "__version__",
     "errors",
     "fingerprint",

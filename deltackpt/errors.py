@@ -78,20 +78,20 @@ class WaitTimeout(DeltackptError, TimeoutError):
     code = "timeout"
 
 
-class PeerMissing(WaitTimeout):
+class ProcessMissing(WaitTimeout):
     """Another process did not do its part of a save in time; ``processes`` says which."""
 
-    code = "peer-missing"
+    code = "process-missing"
 
     def __init__(self, message: str, processes: tuple[int, ...] = ()):
         self.processes = processes
         super().__init__(message)
 
 
-class PeerFailed(DeltackptError):
+class ProcessFailed(DeltackptError):
     """Another process could not do its part of a save, and said why; nothing was committed."""
 
-    code = "peer-failed"
+    code = "process-failed"
 
     def __init__(self, message: str, *, leaves_doubt: bool = False):
         self.leaves_doubt = leaves_doubt

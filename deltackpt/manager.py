@@ -31,8 +31,8 @@ from deltackpt.errors import (
     ForeignDirectory,
     NoIntactStep,
     OptionError,
-    PeerFailed,
-    PeerMissing,
+    ProcessFailed,
+    ProcessMissing,
     RestoreError,
     SaveFailed,
     StepGone,
@@ -45,9 +45,10 @@ from deltackpt.errors import (
 from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers import commit, dense, retention, v0, waiting
-from deltackpt.handlers.agreement import Peers
+from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.items import restore_args, save_args, sorted_handlers
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX, barrier_secs, remove_by
+from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.ledger.directory import Root
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import Restored, Saved
@@ -169,8 +170,8 @@ class CheckpointManager:
         self._leaving = False
         #: A failed save of which the owner was not told, because another manager was opened.
         self._untold: _Failure | None = None
-        self._peers = Peers(
-            os.fspath(directory), self.options.timeouts.peers_secs, alone=self.options.alone
+        self._processes = Processes(
+            os.fspath(directory), self.options.timeouts.processes_secs, alone=self.options.alone
         )
         if not self.options.read_only:
             for error in exits.take_over(directory):
@@ -180,16 +181,16 @@ class CheckpointManager:
                 )
         self._root, run = self._open_root(directory)
         self._lineage = Lineage(
-            self.options.policy,
+            self.options.deltas.policy,
             item=self._item,
             run=run,
-            compacted=self.options.bases == "compacted",
+            compacted=self.options.deltas.bases == "compacted",
         )
-        self._tracker = RowTracker() if self.options.tracking == "fingerprints" else None
+        self._tracker = RowTracker() if self.options.deltas.tracking == "fingerprints" else None
         self._verifier = TrackingVerifier()
         #: Whether it was said that no TouchState moves.
         self._told_stands_still = False
-        self._staging = Staging(self.options.staging_bytes)
+        self._staging = Staging(self.options.writes.staging_bytes)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
         self._due: int | None = None
@@ -204,9 +205,11 @@ class CheckpointManager:
             self._root,
             self._item,
             self._tables,
-            orbax=lambda: self._orbax,
-            peers=self._peers,
-            timeouts=self.options.timeouts,
+            others=OrbaxItems(
+                lambda: self._orbax, self._processes, self.options.timeouts.processes_secs
+            ),
+            share=(self._processes.index, self._processes.count),
+            service_secs=self.options.timeouts.service_secs,
         )
         self._watch = None if self.options.read_only else exits.Watch(self._end, self._root.path)
         self._closed = False
@@ -244,7 +247,7 @@ class CheckpointManager:
             0 to 2**63 - 1.
         """
         arguments = _SaveArguments(touched, items, metrics, force_base)
-        return self._save(names.as_step(step), state, arguments, self.options.when_busy)
+        return self._save(names.as_step(step), state, arguments, self.options.writes.when_busy)
 
     def save_if_due(self, step: int, state: Any, **arguments: Any) -> Saved | None:
         """Takes a save that is due: a coalesced one, or that of a preemption.
@@ -325,7 +328,7 @@ class CheckpointManager:
         return self._orbax.reached_preemption(names.as_step(step))
 
     def wait(self) -> list[SaveReport]:
-        """Waits until every save is committed, as durable as ``options.durability`` says.
+        """Waits until every save is committed, as durable as ``options.writes.durability`` says.
 
         Returns:
           Reports of the saves that were committed since the last call, the newest thousand.
@@ -575,7 +578,7 @@ class CheckpointManager:
                 return self._not_now(step, started)
             failure = self._settle(self.options.timeouts.save_secs)
             self._due = None
-            if failure is not None and isinstance(failure.cause, PeerMissing):
+            if failure is not None and isinstance(failure.cause, ProcessMissing):
                 # Orbax would wait for that process on the training thread.
                 raise _save_failed(failure, None) from failure.cause
             try:
@@ -592,7 +595,7 @@ class CheckpointManager:
         return saved
 
     def _start(self, step: int, state: Any, arguments: _SaveArguments, started: float) -> Saved:
-        if self._peers.count == 1:
+        if self._processes.count == 1:
             # Of several processes one holds the lease: its commit checks it, and tells the others.
             self._root.check_lease()
         # First of all: what cannot be stored leaves even a rollback undone.
@@ -607,11 +610,11 @@ class CheckpointManager:
             touched=self._touched_rows(split, arguments.touched),
             lineage=self._lineage,
             options=PipelineOptions(
-                sampled_proof=self.options.sampled_proof and self._tracker is None,
+                sampled_proof=self.options.deltas.sampled_proof and self._tracker is None,
                 fsync=self._fsync,
-                staging_bytes=self.options.staging_bytes,
+                staging_bytes=self.options.writes.staging_bytes,
                 digests=("item", "step"),
-                peers_secs=self.options.timeouts.peers_secs,
+                processes_secs=self.options.timeouts.processes_secs,
             ),
             staging=self._staging,
             force_base=arguments.force_base,
@@ -621,7 +624,7 @@ class CheckpointManager:
         try:
             pending = pipeline.snapshot(embeddings, step, self._root.step_dir(step))
         except Exception as error:
-            if self._peers.count == 1:
+            if self._processes.count == 1:
                 raise
             self._lineage.count_attempts(attempt)
             pending = RefusedSave(error)
@@ -629,7 +632,7 @@ class CheckpointManager:
         if split.layout.dense:
             args[names.DENSE_ITEM] = dense.save_args(split.dense)
         try:
-            with barrier_secs(self.options.timeouts.peers_secs):
+            with barrier_secs(self.options.timeouts.processes_secs):
                 self._orbax.save(
                     step,
                     args=ocp.args.Composite(**args, **(arguments.items or {})),
@@ -639,8 +642,8 @@ class CheckpointManager:
         except BaseException as error:
             self._give_up(pending)
             self._orbax.reload()
-            if self._peers.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
-                raise self._peers.named(f"starting the save of step {step}", error) from error
+            if self._processes.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                raise self._processes.named(f"starting the save of step {step}", error) from error
             raise
         flight = self._in_flight = _InFlight(step, pending, 0.0, started)
         if isinstance(pending, RefusedSave):
@@ -654,7 +657,7 @@ class CheckpointManager:
             raise
         finally:
             pending.proceed.set()
-        if self.options.base_snapshot == "block" or _has_host_arrays(split):
+        if self.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
             self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
@@ -719,7 +722,7 @@ class CheckpointManager:
         # Of several processes process 0 may be the only one that is not done yet.
         which = "a step" if flight is None else f"step {flight.step}"
         reason = f"{which} is still being saved"
-        if self.options.when_busy == "coalesce":
+        if self.options.writes.when_busy == "coalesce":
             self._due = step
             reason += "; due, save_if_due() takes it"
         return Saved(
@@ -731,7 +734,7 @@ class CheckpointManager:
 
     def _check_step(self, step: int) -> None:
         # A listing may differ from process to process.
-        newest = self.latest_step() if self._peers.count == 1 else self._newest
+        newest = self.latest_step() if self._processes.count == 1 else self._newest
         if self._restored is not None:
             newest = self._restored
         if newest is None or step > newest:
@@ -748,10 +751,10 @@ class CheckpointManager:
             return
         # The others list no steps before process 0 has moved them.
         what = f"going on from step {self._restored} with step {step}"
-        with self._peers.together(what, fatal=True):
+        with self._processes.together(what, fatal=True):
             moved = self._root.roll_back(self._restored, self._lineage.run)
         self._newest, self._restored = self._restored, None
-        if moved or self._peers.count > 1:
+        if moved or self._processes.count > 1:
             # Orbax forgets what was moved. Only process 0 knows whether anything was.
             self._restart_orbax()
 
@@ -760,7 +763,7 @@ class CheckpointManager:
 
     def _all_busy(self) -> bool:
         """Whether a save is in flight: what process 0 finds, on every process."""
-        return self._peers.agree("asking for a free writer", self._busy())
+        return self._processes.agree("asking for a free writer", self._busy())
 
     def _settle(self, timeout_secs: float) -> _Failure | None:
         """Waits for the save in flight, if any, and reports it."""
@@ -849,7 +852,7 @@ class CheckpointManager:
         and not at a barrier. ``timeout_ms`` is Orbax's.
         """
         flight = self._in_flight
-        if self._peers.count == 1 or flight is None:
+        if self._processes.count == 1 or flight is None:
             return
         step_dir = self._root.step_dir(flight.step)
         peers = self._rendezvous(flight.step)
@@ -874,7 +877,7 @@ class CheckpointManager:
     def _rendezvous(self, step: int) -> Rendezvous:
         step_dir = self._root.step_dir(step)
         temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
-        return pipeline.rendezvous(temporary, self.options.timeouts.peers_secs)
+        return pipeline.rendezvous(temporary, self.options.timeouts.processes_secs)
 
     def _note_written(self) -> None:
         """Called by Orbax's threads when all files of this process are written, and later."""
@@ -897,7 +900,7 @@ class CheckpointManager:
 
     def _newest_but(self, skipped: set[int]) -> int | None:
         """The newest step that process 0 finds, those skipped left out."""
-        return self._peers.of_first(
+        return self._processes.of_first(
             "choosing a step", lambda: max({*self.all_steps()} - skipped, default=None)
         )
 
@@ -912,11 +915,11 @@ class CheckpointManager:
     ) -> Restored:
         started = time.perf_counter()
         items = restore_args(items, self._extra)
-        with self._peers.together(f"finding step {step}"):
+        with self._processes.together(f"finding step {step}"):
             found = self._steps.find(step, template, rows, service)
         found_at = time.perf_counter()
         own = dataclasses.astuple(found.target.info.save_id)
-        agreed = SaveId(*self._peers.agree("choosing a save", own))
+        agreed = SaveId(*self._processes.agree("choosing a save", own))
         with self._reading(f"restoring step {step}"):
             loaded = self._steps.load(found, agreed, progress)
         read_at = time.perf_counter()
@@ -925,7 +928,7 @@ class CheckpointManager:
         fresh: TouchState | None = None
         extra: dict[str, Any] = {}
         if rows is None:
-            run = self._peers.agree("a new run", new_run())
+            run = self._processes.agree("a new run", new_run())
             identity = touch_state.identity_of(run)
             state, fresh = steps.joined(template, found, loaded, identity)
             if items:
@@ -965,13 +968,13 @@ class CheckpointManager:
         """Reading by Orbax, which has all processes meet afterwards, after which all raise or none.
 
         Raises:
-          RestoreError, PeerFailed, PeerMissing: as ``Peers.together``.
+          RestoreError, ProcessFailed, ProcessMissing: as ``Processes.together``.
         """
         try:
-            with self._peers.together(what):
+            with self._processes.together(what):
                 yield
         except Exception as error:
-            if self._peers.count > 1 and not isinstance(error, PeerMissing):
+            if self._processes.count > 1 and not isinstance(error, ProcessMissing):
                 # The process that failed did not come to the barrier: it is one behind the others.
                 self._failed_reads += 1
                 self._restart_orbax()
@@ -987,7 +990,7 @@ class CheckpointManager:
     ) -> None:
         """Makes a restored step the parent of the next save."""
         # Each process may have read another chain to the step; all decide from one.
-        sizes = self._peers.agree("what was read", [info.nbytes for info in merged.chain])
+        sizes = self._processes.agree("what was read", [info.nbytes for info in merged.chain])
         target_layout = merged.layout
         if found.expected is not None and target_layout.has_rows_of(found.expected.layout):
             # The state goes on in the template's containers, which need not be the saved ones.
@@ -1001,7 +1004,7 @@ class CheckpointManager:
         elif fresh is not None:
             split = tables.split(state, self._tables)
             clocks = dataclasses.replace(clocks, windows=pipeline.clocks_of(split, ()).windows)
-            if self.options.sampled_proof:
+            if self.options.deltas.sampled_proof:
                 witness = proof.of_restored(split, fresh, self._staging)
         self._lineage.adopt(
             merged.chain[-1],
@@ -1022,25 +1025,25 @@ class CheckpointManager:
         root: Root | None = None
         error: Exception | None = None
         read_only = self.options.read_only
-        if self._peers.index == 0:
+        if self._processes.index == 0:
             try:
                 root = Root.open(directory, item=self._item, read_only=read_only)
             except Exception as caught:
                 error = caught
         text = None if error is None else f"{type(error).__name__}: {error}"
         newest = root.newest_step() if root is not None else None
-        run, text, self._newest = self._peers.agree("opening", (new_run(), text, newest))
+        run, text, self._newest = self._processes.agree("opening", (new_run(), text, newest))
         if error is not None:
             raise error
         if text is not None:
-            raise PeerFailed(f"{directory}: expected process 0 to open it, found that {text}")
+            raise ProcessFailed(f"{directory}: expected process 0 to open it, found that {text}")
         return root or Root.open(directory, item=self._item, read_only=True), run
 
     # Orbax.
 
     @property
     def _fsync(self) -> bool:
-        return self.options.durability == "power"
+        return self.options.writes.durability == "power"
 
     def _open_orbax(self) -> ocp.CheckpointManager:
         if self.options.read_only:
@@ -1069,7 +1072,7 @@ class CheckpointManager:
                     self._lineage.protected,
                     self._root.saves,
                     self._root.compacted,
-                    deletes=self._peers.index == 0,
+                    deletes=self._processes.index == 0,
                 ),
                 temporary_path_class=commit.temporary_path_class(
                     fsync=self._fsync,
@@ -1090,7 +1093,7 @@ class CheckpointManager:
                 async_options=ocp.options.AsyncOptions(
                     # Above every limit of ours, which say more.
                     timeout_secs=math.ceil(
-                        options.timeouts.save_secs + 4 * options.timeouts.peers_secs
+                        options.timeouts.save_secs + 4 * options.timeouts.processes_secs
                     ),
                     barrier_sync_fn=self._meet,
                 ),
@@ -1103,14 +1106,14 @@ class CheckpointManager:
     def _active_processes(self) -> set[int] | None:
         if self.options.alone:
             return {processes.index()}
-        return self._peers.everybody if self._peers.count > 1 else None
+        return self._processes.everybody if self._processes.count > 1 else None
 
     def _reset_orbax(self) -> None:
         """After a failure: Orbax keeps raising the old error and forgets steps; start it anew."""
         if self._leaving:
             return
         self._close_orbax()
-        if self._peers.count == 1:
+        if self._processes.count == 1:
             self._root.remove_leftovers()
         else:
             # Others may not have seen its notes yet; the next save clears its own place.
@@ -1146,7 +1149,7 @@ class CheckpointManager:
         if writing and self.options.read_only:
             raise OptionError(
                 f"CheckpointManager of {self._root.path}: expected a manager that may write, "
-                "found read_only=True; open it without read_only to save"
+                f"found access={self.options.access!r}; open it with access='write' to save"
             )
 
 
@@ -1167,7 +1170,7 @@ def _has_host_arrays(split: Split) -> bool:
 
 def _goes_on(error: Exception) -> bool:
     """Whether only a wait ran out, and the save that was waited for goes on."""
-    return isinstance(error, WaitTimeout) and not isinstance(error, PeerMissing)
+    return isinstance(error, WaitTimeout) and not isinstance(error, ProcessMissing)
 
 
 def _save_failed(failure: _Failure, taken: Saved | None) -> SaveFailed:

@@ -7,14 +7,15 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.errors import OptionError
-from deltackpt.handlers.retention import PreservationPolicy
 from deltackpt.policy import BaseOrDelta, Consecutive
+from deltackpt.policy.retention import PreservationPolicy
 
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
 BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
 Tracking = Literal["marks", "fingerprints"]
+Access = Literal["write", "read", "read alone"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Timeouts:
       save_secs: for a save in flight, at the next ``save()`` that waits.
       close_secs: for the saves in flight at ``wait()`` and ``close()``, when a program ends without
         ``close()``, and when another manager of the process is opened on the directory.
-      peers_secs: for other processes, when a manager is made or a step restored, and in the
+      processes_secs: for other processes, when a manager is made or a step restored, and in the
         background of a save: process 0 waits so long for their parts once its own is done, the
         others twice as long for process 0.
       service_secs: for a restore service to hold the step, and for each of its answers; storage
@@ -34,7 +35,7 @@ class Timeouts:
 
     save_secs: float = 1800.0
     close_secs: float = 3600.0
-    peers_secs: float = 300.0
+    processes_secs: float = 300.0
     service_secs: float = 10.0
 
     def __post_init__(self) -> None:
@@ -46,9 +47,17 @@ class Timeouts:
                 )
 
 
+def _check_known(options: object, **known: tuple[str, ...]) -> None:
+    for name, values in known.items():
+        if (found := getattr(options, name)) not in values:
+            raise OptionError(
+                f"{type(options).__name__}.{name}: expected one of {values}, found {found!r}"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ManagerOptions:
-    """How a CheckpointManager saves.
+class DeltaOptions:
+    """What a save holds: all rows, or those that changed.
 
     Attributes:
       tracking: how touched rows are known: ``"marks"``: by a ``TouchState`` in the state, or given
@@ -62,8 +71,32 @@ class ManagerOptions:
         ``"compacted"``: later bases are left to compaction, by the service or ``deltackpt
         compact``, and the trainer takes one only where it must, or where nothing was compacted
         for four times the bounds.
-      retention: which committed steps stay: a number of newest steps, an Orbax
-        ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
+      base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
+        ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
+        ``"block"`` returns when the tables have been written, and needs no memory; so does
+        ``"hold"`` where one of them is a numpy array, which may change in place.
+    """
+
+    tracking: Tracking = "marks"
+    sampled_proof: bool = True
+    policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
+    bases: Bases = "periodic"
+    base_snapshot: BaseSnapshot = "hold"
+
+    def __post_init__(self) -> None:
+        _check_known(
+            self,
+            tracking=("marks", "fingerprints"),
+            bases=("periodic", "compacted"),
+            base_snapshot=("block", "hold"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How saves are written in the background.
+
+    Attributes:
       durability: ``"power"``: a step for which ``wait()`` has returned survives a power cut;
         ``"process"``: it survives the end of the process, not of the machine.
       when_busy: what ``save()`` does while a save is in flight: ``"wait"`` for it; ``"skip"``
@@ -71,53 +104,74 @@ class ManagerOptions:
         ``save()`` that finds the writer free. None of them loses a row: the next save covers
         whatever was touched since its parent. With several processes the last two ask process 0
         whether it is free, and so wait for it on the training thread.
-      base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
-        ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
-        ``"block"`` returns when the tables have been written, and needs no memory; so does
-        ``"hold"`` where one of them is a numpy array, which may change in place.
       staging_bytes: host memory for the rows of deltas in flight. A delta that needs more is
         held like a base.
-      timeouts: limits of all waits.
-      read_only: restore only: no lease, no collection, no directory is made.
-      alone: of a job of several processes only this one uses the manager, to read; without it
-        all processes make and use it.
     """
 
-    tracking: Tracking = "marks"
-    sampled_proof: bool = True
-    policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
-    bases: Bases = "periodic"
-    retention: int | PreservationPolicy | None = None
     durability: Durability = "power"
     when_busy: WhenBusy = "wait"
-    base_snapshot: BaseSnapshot = "hold"
     staging_bytes: int = 1 << 30
-    timeouts: Timeouts = Timeouts()
-    read_only: bool = False
-    alone: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("tracking", ("marks", "fingerprints")),
-            ("bases", ("periodic", "compacted")),
-            ("durability", ("power", "process")),
-            ("when_busy", ("wait", "skip", "coalesce")),
-            ("base_snapshot", ("block", "hold")),
-        ):
-            if getattr(self, name) not in known:
-                raise OptionError(
-                    f"ManagerOptions.{name}: expected one of {known}, found {getattr(self, name)!r}"
-                )
+        _check_known(self, durability=("power", "process"), when_busy=("wait", "skip", "coalesce"))
         if self.staging_bytes <= 0:
             raise OptionError(
-                f"ManagerOptions.staging_bytes: expected at least 1, found {self.staging_bytes}"
+                f"WriteOptions.staging_bytes: expected at least 1, found {self.staging_bytes}"
             )
-        if self.alone and not self.read_only:
-            raise OptionError(
-                "ManagerOptions.alone: expected read_only=True with it, found a manager that may "
-                "write; all processes of a job save together"
-            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """How a CheckpointManager works.
+
+    Attributes:
+      deltas: what a save holds.
+      writes: how it is written.
+      retention: which committed steps stay: a number of newest steps, an Orbax
+        ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
+      timeouts: limits of all waits.
+      access: ``"write"``: the manager saves and restores, and holds the directory's lease;
+        ``"read"``: it restores only: no lease, no collection, no directory is made; ``"read
+        alone"``: and of a job of several processes this one only uses it, where otherwise all
+        processes make and use a manager.
+    """
+
+    deltas: DeltaOptions = DeltaOptions()
+    writes: WriteOptions = WriteOptions()
+    retention: int | PreservationPolicy | None = None
+    timeouts: Timeouts = Timeouts()
+    access: Access = "write"
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("deltas", DeltaOptions),
+            ("writes", WriteOptions),
+            ("timeouts", Timeouts),
+        ):
+            if not isinstance(found := getattr(self, name), kind):
+                raise OptionError(
+                    f"ManagerOptions.{name}: expected a deltackpt.{kind.__name__}, found "
+                    f"{type(found).__name__}; give e.g. {name}={_EXAMPLES[kind]}"
+                )
+        _check_known(self, access=("write", "read", "read alone"))
         if isinstance(self.retention, int) and self.retention < 1:
             raise OptionError(
                 f"ManagerOptions.retention: expected at least 1 step, found {self.retention}"
             )
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing is ever saved."""
+        return self.access != "write"
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process takes no notice of the others of its job."""
+        return self.access == "read alone"
+
+
+_EXAMPLES = {
+    DeltaOptions: "DeltaOptions(bases='compacted')",
+    WriteOptions: "WriteOptions(when_busy='skip')",
+    Timeouts: "Timeouts(save_secs=600)",
+}

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import deltackpt
-from deltackpt.errors import PeerFailed, TemplateMismatch
+from deltackpt.errors import ProcessFailed, TemplateMismatch
 from deltackpt.integrations.loop import LoopCheckpoints
 
 ROWS, WIDTH, BATCH, STEPS = 64, 4, 4, 10
@@ -88,7 +88,7 @@ def main(
     ) as saves:
         try:
             state, done = saves.resume(first)
-        except (TemplateMismatch, PeerFailed) as error:
+        except (TemplateMismatch, ProcessFailed) as error:
             say(refused=type(error).__name__, why=str(error))
             return
         say(resumed=done)

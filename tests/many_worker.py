@@ -34,6 +34,7 @@ from unittest import mock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flat_options import manager_options
 from jax._src import distributed
 from orbax.checkpoint import v1
 
@@ -327,7 +328,7 @@ class Worker:
     def open(
         self,
         root: str,
-        peers_secs: float = 60.0,
+        processes_secs: float = 60.0,
         policy: str = "consecutive",
         bounds: dict[str, Any] | None = None,
         notes: bool = False,
@@ -337,7 +338,7 @@ class Worker:
 
         Args:
           root: its directory.
-          peers_secs: of its timeouts.
+          processes_secs: of its timeouts.
           policy: one of ``POLICIES``.
           bounds: options of the policy.
           notes: whether steps have a further item, of Orbax's.
@@ -348,16 +349,18 @@ class Worker:
         self._manager = deltackpt.CheckpointManager(
             root,
             handlers=handlers | ({"notes": ocp.JsonCheckpointHandler()} if notes else {}),
-            options=deltackpt.ManagerOptions(
+            options=manager_options(
                 policy=POLICIES[policy](**bounds or {}),
-                timeouts=Timeouts(peers_secs=peers_secs),
+                timeouts=Timeouts(processes_secs=processes_secs),
                 **options,
             ),
         )
 
-    def limit(self, peers_secs: float) -> None:
+    def limit(self, processes_secs: float) -> None:
         """From the next save on waits so long for other processes, and no more than before else."""
-        timeouts = dataclasses.replace(self._manager.options.timeouts, peers_secs=peers_secs)
+        timeouts = dataclasses.replace(
+            self._manager.options.timeouts, processes_secs=processes_secs
+        )
         self._manager.options = dataclasses.replace(self._manager.options, timeouts=timeouts)
 
     def start(self, place: dict[str, Any], step: int = 0) -> None:
@@ -396,7 +399,7 @@ class Worker:
         return {"wrong": difference(found.state, self._model.at(step))}
 
     def _given(self) -> touched.TouchState | None:
-        return self._marks if self._manager.options.tracking == "marks" else None
+        return self._marks if self._manager.options.deltas.tracking == "marks" else None
 
     def next_save(self) -> dict[str, Any]:
         """What the next save would be."""
@@ -554,7 +557,7 @@ class Worker:
 
     def read_alone(self, root: str, step: int) -> None:
         """Reads a step by a manager of this process alone."""
-        options = deltackpt.ManagerOptions(read_only=True, alone=True)
+        options = deltackpt.ManagerOptions(access="read alone")
         with deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables()}, options=options
         ) as reader:

@@ -21,6 +21,7 @@ import pytest
 import ray
 import ray._common.utils
 import ray._private.utils
+from flat_options import manager_options
 from ray.cluster_utils import Cluster
 
 import deltackpt
@@ -170,7 +171,7 @@ class Trainer:
         self.manager = deltackpt.CheckpointManager(
             root,
             handlers=HANDLERS,
-            options=deltackpt.ManagerOptions(durability="process", **options),
+            options=manager_options(durability="process", **options),
         )
         found = self.manager.restore_latest(initial(rows or ROWS), service=None)
         if found is None:
@@ -206,7 +207,7 @@ class Trainer:
 
 def reader(root: Path, service_secs: float = HANG_SECS) -> deltackpt.CheckpointManager:
     """A manager that only reads."""
-    options = deltackpt.ManagerOptions(read_only=True, timeouts=Timeouts(service_secs=service_secs))
+    options = deltackpt.ManagerOptions(access="read", timeouts=Timeouts(service_secs=service_secs))
     return deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options)
 
 

@@ -89,7 +89,7 @@ def train(config: dict[str, Any]) -> None:
     with deltackpt.CheckpointManager(
         directory,
         handlers={"embeddings": deltackpt.Tables(select="tables/*")},
-        options=deltackpt.ManagerOptions(timeouts=deltackpt.Timeouts(peers_secs=30)),
+        options=deltackpt.ManagerOptions(timeouts=deltackpt.Timeouts(processes_secs=30)),
         sinks=(session,),
     ) as manager:
         found = manager.restore_latest(template)

@@ -83,7 +83,7 @@ class Worker(many_worker.Worker):
         manager_cls = checkpoints.OrbaxCheckpointManagerInterface
         if not stock:
             manager_cls = deltackpt_t5x.checkpoint_manager(
-                options=deltackpt.ManagerOptions(timeouts=Timeouts(peers_secs=60.0)),
+                options=deltackpt.ManagerOptions(timeouts=Timeouts(processes_secs=60.0)),
             )
         self._manager = manager_cls(
             directory=model_dir,
@@ -95,10 +95,10 @@ class Worker(many_worker.Worker):
             period=None if reads else 1,
         )
 
-    def limit(self, peers_secs: float) -> None:
+    def limit(self, processes_secs: float) -> None:
         """From the next save on waits so long for other processes."""
         options = self._manager._writer.options
-        timeouts = dataclasses.replace(options.timeouts, peers_secs=peers_secs)
+        timeouts = dataclasses.replace(options.timeouts, processes_secs=processes_secs)
         self._manager._writer.options = dataclasses.replace(options, timeouts=timeouts)
 
     def start(self, step: int = 0) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
+from flat_options import manager_options
 from machine import required
 
 import deltackpt
@@ -47,7 +48,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 
 def manager(root: Path, handlers=None, **options) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
-        root, handlers=handlers or HANDLERS, options=deltackpt.ManagerOptions(**options)
+        root, handlers=handlers or HANDLERS, options=manager_options(**options)
     )
 
 
@@ -119,7 +120,7 @@ def test_a_template_that_does_not_fit_is_named_with_both_sides(written, spoil, m
     if "tiny" not in template["tables"]:
         del slots["tables/tiny"]
     handlers = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=slots)}
-    with manager(root, handlers, read_only=True) as reader:
+    with manager(root, handlers, access="read") as reader:
         with pytest.raises(TemplateMismatch, match=match):
             reader.restore_latest(template)
         assert reader.restore_latest().step == 2
@@ -136,7 +137,7 @@ def test_a_template_that_does_not_fit_is_named_with_both_sides(written, spoil, m
 )
 def test_a_dense_leaf_that_does_not_fit_is_named_with_both_sides(written, leaf, match):
     root, state = written
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         with pytest.raises(TemplateMismatch, match=match):
             reader.restore_latest({**state, "dense": {"kernel": leaf, "none": None}})
         with pytest.raises(TemplateMismatch, match="other.*no such array"):
@@ -146,7 +147,7 @@ def test_a_dense_leaf_that_does_not_fit_is_named_with_both_sides(written, leaf, 
 
 def test_a_step_that_does_not_exist_is_named(written):
     root, state = written
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         with pytest.raises(StepNotFound, match=r"root/7.*all_steps"):
             reader.restore(7, state)
 
@@ -316,7 +317,7 @@ def test_a_directory_of_stock_orbax_is_named_and_left_alone(tmp_path):
         stock.save(1, args=ocp.args.StandardSave(state))
     before = sorted(tmp_path.rglob("*"))
     with (
-        manager(tmp_path, read_only=True) as reader,
+        manager(tmp_path, access="read") as reader,
         pytest.raises(ForeignDirectory, match=r"stock Orbax.*\['default'\].*deltackpt import"),
     ):
         reader.restore(1)
@@ -337,7 +338,7 @@ def test_a_newer_format_is_refused_and_no_older_step_is_taken_instead(copied, ho
     head["body"] = msgpack.packb(body)
     head["crc32c"] = google_crc32c.value(head["body"])
     path.write_bytes(msgpack.packb(head))
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         for call in (lambda: reader.restore(2, state), lambda: reader.restore_latest(state)):
             with pytest.raises(FormatTooNew, match="install a newer deltackpt"):
                 call()
@@ -351,7 +352,7 @@ def test_a_record_of_another_kind_or_no_record_is_damage(copied, name):
     for contents in (b"", b"\x00" * 64, b"not msgpack at all", msgpack.packb({"format": "other"})):
         path.write_bytes(contents)
         with (
-            manager(root, read_only=True) as reader,
+            manager(root, access="read") as reader,
             pytest.raises(Damaged, match=name.replace(".", r"\.")),
         ):
             reader.restore(2, state)
@@ -366,7 +367,7 @@ def test_a_missing_part_is_named(copied):
     head["crc32c"] = google_crc32c.value(head["body"])
     path.write_bytes(msgpack.packb(head))
     with (
-        manager(root, read_only=True) as reader,
+        manager(root, access="read") as reader,
         pytest.raises(Damaged, match=r"one part of each process 0 to 1.*parts of \[0\]"),
     ):
         reader.restore(2, state)
@@ -376,7 +377,7 @@ def test_a_missing_parent_names_itself_and_the_newest_intact_step(copied):
     root, state = copied
     shutil.rmtree(root / "1")
     with (
-        manager(root, read_only=True) as reader,
+        manager(root, access="read") as reader,
         pytest.raises(BrokenChain, match=r"step 2: parent 1 \(save id .*\) is missing"),
     ):
         reader.restore(2, state)
@@ -460,7 +461,7 @@ def turn_read_only(place: Path) -> None:
             with pytest.raises((StorageError, SaveFailed), match="Read-only"):
                 saver.save(2, state, touched=marks)
                 saver.wait()
-            with manager(place / "root", read_only=True) as reader:
+            with manager(place / "root", access="read") as reader:
                 model.assert_same(reader.restore_latest(first).state, first)
         finally:
             subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)

@@ -21,6 +21,7 @@ import model
 import numpy as np
 import pytest
 import test_meshes
+from flat_options import manager_options
 from test_meshes import P, Topology
 
 import deltackpt
@@ -56,7 +57,7 @@ def manager(root: Path, *, codec="raw", slot_codec="raw", always=(), **options):
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": tables},
-        options=deltackpt.ManagerOptions(durability="process", **options),
+        options=manager_options(durability="process", **options),
     )
 
 
@@ -121,7 +122,7 @@ def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
     assert {step: contents(tmp_path, step) for step in states} == before
     assert contents(tmp_path, 3, compacted=False) == before[3]
     assert leftovers(tmp_path) == []
-    with manager(tmp_path, read_only=True) as one:
+    with manager(tmp_path, access="read") as one:
         found = one.restore(3, states[3])
         assert found.chain == (3,)
         model.assert_same_or_decoded(found.state, states[3], options.get("codec", "raw")) if (
@@ -550,7 +551,7 @@ def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_p
 
     def read() -> int:
         count = 0
-        with manager(tmp_path, read_only=True) as one:
+        with manager(tmp_path, access="read") as one:
             while not stop.is_set():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -621,7 +622,7 @@ def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_pa
         }
         touched = deltackpt.touched.init({"t": state["t"]})
         tables = deltackpt.Tables(select="t", slots={"t": {"s": "s"}}, codec="adaptive4")
-        options = deltackpt.ManagerOptions(durability="process")
+        options = deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability="process"))
         with deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables}, options=options
         ) as one:

@@ -121,7 +121,7 @@ def back(target: dict, place: Path, **kwargs) -> copies.Copied:
 
 def restored(root: Path, step: int, states: dict[int, dict]) -> None:
     """Checks that a manager restores a step bit for bit."""
-    with manager(root, codec="lossless", read_only=True) as reader:
+    with manager(root, codec="lossless", access="read") as reader:
         model.assert_same(reader.restore(step, states[step]).state, states[step])
 
 

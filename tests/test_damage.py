@@ -55,7 +55,7 @@ def files_of(root: Path) -> Iterator[Path]:
 
 def newest_intact(root: Path, states: dict[int, dict]) -> tuple[int | None, list[str]]:
     """The step that restores and the messages about those that do not; checks exactness."""
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with (
         warnings.catch_warnings(),
         deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager,
@@ -128,7 +128,7 @@ def test_a_removed_base_breaks_the_chain_by_name(written, tmp_path):
     shutil.rmtree(copy / "1")
     with (
         deltackpt.CheckpointManager(
-            copy, handlers=HANDLERS, options=deltackpt.ManagerOptions(read_only=True)
+            copy, handlers=HANDLERS, options=deltackpt.ManagerOptions(access="read")
         ) as manager,
         pytest.raises(RestoreError, match="parent 1 .* is missing"),
     ):
@@ -234,7 +234,7 @@ def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restore
     compact.compact(copy, step=STEPS)
     shutil.rmtree(copy / str(STEPS))
     shutil.copytree(copy / "compacted" / str(STEPS), copy / str(STEPS))
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     for kept in (True, False):
         with deltackpt.CheckpointManager(copy, handlers=HANDLERS, options=options) as manager:
             for template in (states[STEPS], None):

@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import prometheus_client
 import pytest
+from flat_options import manager_options
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -300,7 +301,7 @@ def manager(root: Path, *sinks, codec="raw", **options) -> deltackpt.CheckpointM
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": tables},
-        options=deltackpt.ManagerOptions(**options),
+        options=manager_options(**options),
         sinks=sinks,
     )
 
@@ -461,7 +462,7 @@ def test_a_failed_step_is_no_checkpoint_for_ray():
 def test_a_restore_tells_its_stages(tmp_path):
     state = train(tmp_path)
     kept = Kept()
-    with manager(tmp_path, kept, read_only=True) as reader:
+    with manager(tmp_path, kept, access="read") as reader:
         found = reader.restore_latest(state)
     (event,) = kept.received
     assert found is not None and event.total_secs == found.seconds
@@ -479,7 +480,7 @@ def test_a_skipped_step_is_told_before_the_one_that_is_restored(tmp_path, caplog
     damage(tmp_path, 2)
     kept = Kept()
     with caplog.at_level(logging.INFO, logger="deltackpt.events"):
-        with manager(tmp_path, kept, read_only=True) as reader:
+        with manager(tmp_path, kept, access="read") as reader:
             with pytest.warns(UserWarning, match="step 2 is skipped"):
                 reader.restore_latest(state)
     skipped, restored = kept.received
@@ -493,7 +494,7 @@ def test_a_directory_without_an_intact_step_is_told(tmp_path):
     kept = Kept()
     for step in (1, 2):
         damage(tmp_path, step)
-    with manager(tmp_path, kept, read_only=True) as reader:
+    with manager(tmp_path, kept, access="read") as reader:
         with pytest.warns(UserWarning, match="is skipped"), pytest.raises(errors.NoIntactStep):
             reader.restore_latest(state)
         with pytest.raises(errors.Damaged):
@@ -510,7 +511,7 @@ def test_a_template_that_does_not_fit_is_a_failed_restore_and_no_skipped_step(tm
     state = train(tmp_path)
     kept = Kept()
     state["tables"]["words"] = jnp.zeros((4000, 8))
-    with manager(tmp_path, kept, read_only=True) as reader:
+    with manager(tmp_path, kept, access="read") as reader:
         with pytest.raises(errors.TemplateMismatch):
             reader.restore_latest(state)
     assert [(event.operation, event.step) for event in kept.received] == [("restore", 2)]

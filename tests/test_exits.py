@@ -261,7 +261,7 @@ def test_another_manager_on_the_directory_ends_the_saves_of_the_first(tmp_path, 
 
 def assert_same_steps(root: Path, steps: list[int]) -> None:
     with deltackpt.CheckpointManager(
-        root, handlers=leaver.HANDLERS, options=deltackpt.ManagerOptions(read_only=True)
+        root, handlers=leaver.HANDLERS, options=deltackpt.ManagerOptions(access="read")
     ) as reader:
         assert reader.all_steps() == steps
 
@@ -302,7 +302,7 @@ def test_a_save_that_hangs_does_not_keep_another_manager_from_the_directory(tmp_
 
 def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
     state, marks = leaver.states(0)[0]
-    reader_options = deltackpt.ManagerOptions(read_only=True)
+    reader_options = deltackpt.ManagerOptions(access="read")
     with opened(tmp_path / "a") as first:
         first.save(1, state, touched=marks)
         first.wait()

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flat_options import manager_options
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -330,7 +331,7 @@ def tracked(root, **options) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
         root,
         handlers=TRACKED,
-        options=deltackpt.ManagerOptions(tracking="fingerprints", **options),
+        options=manager_options(tracking="fingerprints", **options),
     )
 
 
@@ -435,7 +436,7 @@ def test_a_look_that_fails_is_taken_back(tmp_path):
 def test_tables_of_the_host_may_change_in_place_as_soon_as_save_returns(tmp_path, tracking):
     """Also after a restore, which gives numpy arrays where it has no template."""
     table = np.zeros((400_000, 32), np.float32)
-    options = deltackpt.ManagerOptions(tracking=tracking)
+    options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking=tracking))
     with deltackpt.CheckpointManager(tmp_path, handlers=TRACKED, options=options) as manager:
         state = {"tables": {"a": table}, "slots": {"a": np.zeros(400_000, np.float32)}}
         manager.save(0, state)

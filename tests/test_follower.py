@@ -22,6 +22,7 @@ import model
 import numpy as np
 import pytest
 import test_meshes
+from flat_options import manager_options
 from hypothesis import HealthCheck, Phase, example, given, settings
 
 import deltackpt
@@ -137,7 +138,7 @@ class Trainer:
         how = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS if slots else {}, codec=codec)
         if policy is not None:
             options["policy"] = policy
-        options = deltackpt.ManagerOptions(durability="process", **options)
+        options = manager_options(durability="process", **options)
         self.manager = deltackpt.CheckpointManager(
             root, handlers={"embeddings": how}, options=options
         )

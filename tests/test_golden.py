@@ -46,7 +46,7 @@ def expected_at(version: Path, step: int) -> dict:
 def test_golden_checkpoint_restores_exactly(version, step, template, tmp_path):
     root = tmp_path / "golden"
     shutil.copytree(version, root)
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     state = make_golden.state_at(step)
     with deltackpt.CheckpointManager(
         root, handlers=make_golden.HANDLERS, options=options
@@ -72,7 +72,7 @@ def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_p
     root = tmp_path / "golden"
     shutil.copytree(version, root)
     assert inventory.verify_step(root / str(step)) == []
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     # Which codecs were used stands in the step.
     with deltackpt.CheckpointManager(
         root, handlers=make_golden.handlers(), options=options

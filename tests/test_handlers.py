@@ -219,7 +219,7 @@ def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durab
         real_rename(source, target, **options)
 
     root = tmp_path / "root"
-    options = deltackpt.ManagerOptions(durability=durability)
+    options = deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability=durability))
     with (
         mock.patch.object(files.os, "fsync", fsync),
         mock.patch.object(files.os, "rename", rename),

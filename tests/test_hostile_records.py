@@ -242,14 +242,14 @@ import resource, sys, warnings
 from pathlib import Path
 import test_hostile_records as t
 warnings.simplefilter("ignore")
-t.removal._GONE_CHECKS = t.audit._CHECKS = 1
+t.removal._GONE_CHECKS = t.verify._CHECKS = 1
 sound, hostile = map(Path, sys.argv[1:])
 assert not t.read_all(sound)  # Threads and libraries have their memory.
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + t.MOST_BYTES,) * 2)
 for directory in sorted(hostile.iterdir()):
     if not t.read_all(directory):
-        assert not t.audit.verify_root(directory).intact, directory
+        assert not t.verify.verify_root(directory).intact, directory
 """
 
 
@@ -495,7 +495,7 @@ sys.addaudithook(lambda event, args: seen is not None and event in RUNS_CODE and
                  seen.append((event, str(args)[:200])))
 def read(directory):
     assert not t.read_all(directory)
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(
         directory, handlers=make_golden.handlers(), options=options
     ) as manager:

@@ -218,7 +218,7 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
 
 def reader(run: Path, choice: deltackpt.Tables = TABLES) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
-        run, handlers={"embeddings": choice}, options=deltackpt.ManagerOptions(read_only=True)
+        run, handlers={"embeddings": choice}, options=deltackpt.ManagerOptions(access="read")
     )
 
 

@@ -57,7 +57,7 @@ def write_table(root: Path, table: np.ndarray, **others: np.ndarray) -> None:
     with deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": deltackpt.Tables(select="deep/table")},
-        options=deltackpt.ManagerOptions(durability="process"),
+        options=deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability="process")),
     ) as manager:
         manager.save(1, {"deep": {"table": table}, **others})
         manager.wait()

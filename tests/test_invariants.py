@@ -78,13 +78,15 @@ class ManagerMachine(RuleBasedStateMachine):
         self.patch.start()
         self.tracking = tracking
         self.options = deltackpt.ManagerOptions(
-            tracking="fingerprints" if tracking == "fingerprints" else "marks",
-            policy=policy,
-            bases=bases,
+            deltas=deltackpt.DeltaOptions(
+                tracking="fingerprints" if tracking == "fingerprints" else "marks",
+                policy=policy,
+                bases=bases,
+            ),
+            writes=deltackpt.WriteOptions(
+                staging_bytes=staging_bytes, when_busy=when_busy, durability="process"
+            ),
             retention=retention,
-            staging_bytes=staging_bytes,
-            when_busy=when_busy,
-            durability="process",
         )
         self.codec = codec
         #: Step to the states of which one is to be found there; no other step may be there.
@@ -100,7 +102,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def open(self, root):
         self.root, self.faults = root, faults.Faults(root)
         self.manager = self.new_manager(self.codec, self.options)
-        self.reader = self.new_manager("raw", deltackpt.ManagerOptions(read_only=True))
+        self.reader = self.new_manager("raw", deltackpt.ManagerOptions(access="read"))
         #: TouchStates of which it has committed a save, or that it made; the step that it restored
         #: since its last save, and the TouchState that it made then.
         self.known: set[int] = set()

@@ -120,7 +120,7 @@ def test_the_step_that_ray_was_told_of_is_restored_by_a_reader(killed):
     with deltackpt.CheckpointManager(
         refers.directory,
         handlers={"embeddings": deltackpt.Tables(select="tables/*")},
-        options=deltackpt.ManagerOptions(read_only=True),
+        options=deltackpt.ManagerOptions(access="read"),
     ) as manager:
         state = manager.restore(refers.step).state
     expected = ray_worker.expected(20)

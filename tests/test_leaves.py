@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from etils import epath
+from flat_options import manager_options
 
 import deltackpt
 from deltackpt.errors import TableSelectionError, TemplateMismatch, UnsupportedLeaf
@@ -123,7 +124,7 @@ def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": TABLES},
-        options=deltackpt.ManagerOptions(**options),
+        options=manager_options(**options),
     )
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from flat_options import manager_options
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import jax
@@ -52,7 +54,7 @@ grain = pytest.importorskip("grain")
 from loops import demo, lineage, nnx_loop, optax_loop  # noqa: E402
 
 ROWS, WIDTH, SAMPLES, BATCH = 48, 4, 24, 4
-MARKS = deltackpt.ManagerOptions(tracking="marks")
+MARKS = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking="marks"))
 LOOPS = {"optax": optax_loop, "nnx": nnx_loop}
 
 
@@ -246,7 +248,7 @@ def checkpoints(root, kind=None, iterator=None, *, every=2, sinks=(), **options)
         tables=deltackpt.Tables(select=kind.select),
         every_steps=every,
         data=iterator,
-        options=deltackpt.ManagerOptions(**{"tracking": kind.tracking, **options}),
+        options=manager_options(**{"tracking": kind.tracking, **options}),
         sinks=sinks,
     )
 
@@ -876,6 +878,6 @@ def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
     assert alone[0]["refused"] == "TemplateMismatch"
     assert "process_0-of-2.json, process_1-of-2.json" in alone[0]["why"]
     refused = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, refusing=1)
-    assert [lines[0]["refused"] for lines in refused] == ["PeerFailed", "TemplateMismatch"]
+    assert [lines[0]["refused"] for lines in refused] == ["ProcessFailed", "TemplateMismatch"]
     assert "found on process 1 TemplateMismatch: " in refused[0][0]["why"]
     assert "this position is of other data" in refused[0][0]["why"]

@@ -16,6 +16,7 @@ import model
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flat_options import manager_options
 
 import deltackpt
 from deltackpt import events
@@ -37,7 +38,7 @@ def manager(root: Path, handlers=None, sinks=(), **options) -> deltackpt.Checkpo
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": TABLES, **(handlers or {})},
-        options=deltackpt.ManagerOptions(**options),
+        options=manager_options(**options),
         sinks=sinks,
     )
 
@@ -445,14 +446,14 @@ def test_dense_leaves_of_every_kind_come_back(tmp_path):
 
 def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, start):
     state, marks = start
-    with manager(tmp_path) as saver, manager(tmp_path, read_only=True) as reader:
+    with manager(tmp_path) as saver, manager(tmp_path, access="read") as reader:
         assert reader.latest_step() is None and reader.restore_latest(state) is None
         saver.save(1, state, touched=marks)
         saver.wait()
         assert reader.latest_step() == 1
         before = sorted(tmp_path.rglob("*"))
         model.assert_same(reader.restore_latest(state).state, state)
-        with pytest.raises(OptionError, match="read_only"):
+        with pytest.raises(OptionError, match="access='read'"):
             reader.save(2, state)
         assert sorted(tmp_path.rglob("*")) == before
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import deltackpt
 from deltackpt import processes
-from deltackpt.errors import Disagreement, PeerFailed, PeerMissing, TrackingError
+from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
 from deltackpt.reading import reader
 from deltackpt.reading import saves as stored
 from deltackpt.resources.staging import Staging
@@ -187,7 +187,7 @@ class Run:
                 split=split,
                 touched=self.touched,
                 lineage=self.lineages[index],
-                options=PipelineOptions(fsync=False, peers_secs=secs),
+                options=PipelineOptions(fsync=False, processes_secs=secs),
                 staging=STAGING,
             )
             changed = changes.get("change", lambda index, given: given)(index, embeddings)
@@ -254,7 +254,7 @@ def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores
         for step in (1, 2):
             if any(isinstance(result, TrackingError) for result in found):
                 # Slots whose rows lie on none of the processes that hold their stamps.
-                assert any(isinstance(result, (TrackingError, PeerFailed)) for result in found)
+                assert any(isinstance(result, (TrackingError, ProcessFailed)) for result in found)
                 return
             assert not [result for result in found if isinstance(result, Exception)], found
             state, ids = trained(states[-1], step)
@@ -322,7 +322,7 @@ def test_a_disagreement_is_found_at_the_commit_by_every_process(tmp_path, what):
         assert isinstance(found[0], Disagreement), found
         assert "process 2" in str(found[0])
         for error in (found[1], found[2], found[3]):
-            assert isinstance(error, PeerFailed) and "process 2" in str(error)
+            assert isinstance(error, ProcessFailed) and "process 2" in str(error)
         assert not (tmp_path / "1").exists()
         # Nothing is lost: the next save covers the rows.
         [*reports] = run.save(2, state)
@@ -349,7 +349,7 @@ def test_replicas_that_were_told_of_different_rows_commit_nothing_wrong(tmp_path
             return dataclasses.replace(embeddings, touched=other)
 
         found = run.save(1, state, change=change)
-        assert all(isinstance(error, (TrackingError, PeerFailed)) for error in found), found
+        assert all(isinstance(error, (TrackingError, ProcessFailed)) for error in found), found
         assert any("tables/" in str(error) for error in found), found
         assert all(error.leaves_doubt for error in found)
         assert not (tmp_path / "1").exists()
@@ -369,7 +369,7 @@ def test_processes_prove_a_sample_and_all_learn_of_what_one_finds(tmp_path):
         state["tables"]["c"][-1] += 1.0  # Nobody marks it.
         run.mark({"tables/b": np.arange(1)})
         found = run.save(1, state)
-        assert all(isinstance(error, (TrackingError, PeerFailed)) for error in found), found
+        assert all(isinstance(error, (TrackingError, ProcessFailed)) for error in found), found
         assert any("table tables/c: rows 399" in str(error) for error in found), found
         assert all(error.leaves_doubt for error in found)
         assert not (tmp_path / "1").exists()
@@ -401,7 +401,7 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
             mock.patch.object(job, "on_each", without_last),
         ):
             found = run.save(1, initial(), secs=0.5)
-    assert [type(error) for error in found] == [PeerMissing] * 3, found
+    assert [type(error) for error in found] == [ProcessMissing] * 3, found
     assert all("process 3" in str(error) for error in found)
     assert {error.processes for error in found} == {(3,)}
 
@@ -418,7 +418,7 @@ def test_a_process_that_fails_tells_the_others_at_once(tmp_path):
     with job.running(), mock.patch.object(pipeline.PendingSave, "_write_segments", failing):
         found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
     assert isinstance(found[1], OSError)
-    assert [type(found[i]) for i in (0, 2, 3)] == [PeerFailed] * 3
+    assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3
     assert all("process 1" in str(found[i]) and "No space" in str(found[i]) for i in (0, 2, 3))
 
 
@@ -433,7 +433,7 @@ def test_tables_of_each_process_alone_are_refused(tmp_path):
         def part(index: int):
             local = jax.device_put(rows, jax.devices()[4 * index])
             split = tables.split({"t": local}, deltackpt.Tables(select="t/*"))
-            options = PipelineOptions(fsync=False, peers_secs=20)
+            options = PipelineOptions(fsync=False, processes_secs=20)
             embeddings = Embeddings(split=split, lineage=lineages[index], options=options)
             pending = pipeline.snapshot(embeddings, 0, tmp_path / "0")
             pending.wait_copied()
@@ -442,4 +442,4 @@ def test_tables_of_each_process_alone_are_refused(tmp_path):
 
         found = job.on_each(part)
     assert isinstance(found[0], Disagreement) and "one global array" in str(found[0])
-    assert isinstance(found[1], PeerFailed)
+    assert isinstance(found[1], ProcessFailed)

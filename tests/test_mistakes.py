@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flat_options import manager_options
 from flax import nnx
 from orbax.checkpoint import v1
 
@@ -39,7 +40,7 @@ def manager(root: Path, handlers: Any = None, **options: Any) -> deltackpt.Check
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": TABLES} if handlers is None else handlers,
-        options=deltackpt.ManagerOptions(**options),
+        options=manager_options(**options),
     )
 
 
@@ -58,7 +59,7 @@ def test_another_item_name_is_answered_by_the_one_in_the_step(tmp_path):
     match = r"found deltackpt's under the name 'words'; give the manager handlers=\{'words': Tables"
     with pytest.raises(ForeignDirectory, match=match):
         manager(root)
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         for call in (lambda: reader.restore_latest(STATE), lambda: reader.restore(1)):
             with pytest.raises(ForeignDirectory, match=match) as caught:
                 call()
@@ -66,15 +67,15 @@ def test_another_item_name_is_answered_by_the_one_in_the_step(tmp_path):
     assert sorted(root.rglob("*")) == before
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-def test_steps_of_stock_orbax_are_answered_by_import(tmp_path, read_only):
+@pytest.mark.parametrize("access", ["write", "read"])
+def test_steps_of_stock_orbax_are_answered_by_import(tmp_path, access):
     root = tmp_path / "stock"
     with ocp.CheckpointManager(root) as stock:
         stock.save(3, args=ocp.args.StandardSave(STATE))
     before = sorted(root.rglob("*"))
     match = rf"3: .* stock Orbax with the items \['default'\]; .*'deltackpt import {root} NEW_DIR"
     with pytest.raises(ForeignDirectory, match=match) as caught:
-        with manager(root, read_only=read_only) as reader:
+        with manager(root, access=access) as reader:
             reader.restore_latest(STATE)
     assert "backup" not in str(caught.value)
     assert sorted(root.rglob("*")) == before
@@ -97,7 +98,7 @@ def test_a_step_of_stock_orbax_among_ours_is_skipped_with_a_warning(tmp_path):
     root = saved(tmp_path / "root")
     with ocp.CheckpointManager(root) as stock:
         stock.save(3, args=ocp.args.StandardSave(STATE))
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         with pytest.warns(UserWarning, match=r"step 3 is skipped: .*stock Orbax"):
             found = reader.restore_latest(STATE)
     assert found.step == 1

@@ -111,7 +111,7 @@ def test_plots_take_ends_of_paths(run):
 
 def test_a_restore_of_some_tables_takes_ends_of_paths(run):
     tables = deltackpt.Tables(select="*/tables/*", slots={USERS: {"sum": "sums/users"}})
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(
         run, handlers={"embeddings": tables}, options=options
     ) as manager:

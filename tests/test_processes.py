@@ -97,7 +97,7 @@ def assert_read_alone(root: Path, step: int, model: Model | None = None) -> None
     with deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": many_worker.tables()},
-        options=deltackpt.ManagerOptions(read_only=True),
+        options=deltackpt.ManagerOptions(access="read"),
     ) as reader:
         found = reader.restore(step).state
     assert many_worker.difference(found, (model or Model()).at(step)) is None
@@ -505,7 +505,7 @@ def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, sa
 def missing_of(error: dict[str, Any] | None) -> dict[str, Any]:
     """The error that says which process is missing: this one, or the one that it comes from."""
     assert error is not None
-    if error["type"] == "PeerMissing":
+    if error["type"] == "ProcessMissing":
         return error
     return missing_of(error["cause"])
 
@@ -516,7 +516,7 @@ def assert_misses(answer: Answer, victim: int) -> None:
     error = missing_of(answer["error"])
     assert error["processes"] == [victim]
     assert f"process {victim}" in error["text"]
-    assert "timeouts.peers_secs" in error["text"]
+    assert "timeouts.processes_secs" in error["text"]
     assert answer["secs"] < HANG_SECS
 
 
@@ -565,7 +565,7 @@ def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_pat
         saved(job, 0)
         saved(job, 1)
         job.all("train", to=2)
-        job.all("limit", peers_secs=PEERS_SECS)
+        job.all("limit", processes_secs=PEERS_SECS)
         waits = kill_in_a_save(job, victim, phase)
         # Process 0 has all that the other wrote, and commits without it.
         committed = victim == 1 and phase == "commit"
@@ -595,7 +595,7 @@ def test_a_process_that_died_before_a_save_is_named_on_the_training_thread(
         started(job, root, {"mesh": [2, 2]})
         saved(job, 0)
         job.all("train", to=1)
-        job.all("limit", peers_secs=PEERS_SECS)
+        job.all("limit", processes_secs=PEERS_SECS)
         job.processes[victim].kill()
         assert job.processes[victim].end() == -signal.SIGKILL
         left = job.processes[1 - victim]
@@ -638,7 +638,7 @@ def test_a_stalled_process_is_named_and_cannot_commit_once_it_goes_on(server, tm
         process = job.processes[stalled]
         process.ask("arm", at="during its part", action="stop")
         process.answer()
-        job.all("limit", peers_secs=PEERS_SECS)
+        job.all("limit", processes_secs=PEERS_SECS)
         job.ask("save")
         job.ask("wait")
         process.wait_reached("during its part")
@@ -648,6 +648,6 @@ def test_a_stalled_process_is_named_and_cannot_commit_once_it_goes_on(server, tm
         assert "error" not in process.answer()
         answer = process.answer()
         # It finds what the other noted, or is missed by the other at the commit.
-        assert answer["error"]["type"] in ("PeerMissing", "PeerFailed", "SaveFailed"), answer
+        assert answer["error"]["type"] in ("ProcessMissing", "ProcessFailed", "SaveFailed"), answer
         assert step_numbers(root) == [0]
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)

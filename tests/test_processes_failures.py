@@ -27,7 +27,7 @@ def server() -> Iterator[Server]:
 def job(server, tmp_path) -> Iterator[Job]:
     """Two processes that have committed step 0."""
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(tmp_path / "root"), peers_secs=PEERS_SECS)
+        job.all("open", root=str(tmp_path / "root"), processes_secs=PEERS_SECS)
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
@@ -64,7 +64,7 @@ def assert_told_by_the_other(job: Job, process: int, at: str, step: int) -> None
     errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=step)]
     own, told = errors[process], errors[1 - process]
     assert own["type"] == "OSError"
-    assert told["type"] == "PeerFailed" and f"process {process}" in told["text"]
+    assert told["type"] == "ProcessFailed" and f"process {process}" in told["text"]
     found = job.all("restore_latest", place=PLACE, like=step)
     assert {(answer["step"], answer["wrong"]) for answer in found} == {(step, None)}
 
@@ -76,7 +76,7 @@ def test_a_full_disk_of_one_process_is_told_by_the_other(job, tmp_path, process)
     waits = job.each("wait")
     assert root_cause(waits[process])["type"] in ("OSError", "OutOfSpace", "StorageError")
     told = root_cause(waits[1 - process])
-    assert told["type"] == "PeerFailed"
+    assert told["type"] == "ProcessFailed"
     assert f"process {process} failed" in told["text"] and "No space left" in told["text"]
     assert not (tmp_path / "root" / "1").exists()
     assert_goes_on(job, 2)
@@ -120,9 +120,9 @@ def test_a_process_that_ends_by_an_exception_finishes_its_part_while_the_other_g
     assert (tmp_path / "root" / "1").exists()
 
 
-def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_peers_secs(server, tmp_path):
+def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_processes_secs(server, tmp_path):
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        job.all("open", root=str(tmp_path / "root"), peers_secs=2.0)
+        job.all("open", root=str(tmp_path / "root"), processes_secs=2.0)
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
@@ -133,7 +133,7 @@ def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_peers_secs(serv
         job.processes[0].kill()
         job.processes[1].ask("diverge")
         assert job.processes[1].answer() == {"ended": exits.EXIT_CODE}
-        assert "PeerMissing" in job.processes[1].output()
+        assert "ProcessMissing" in job.processes[1].output()
         assert not (tmp_path / "root" / "1").exists()
 
 
@@ -142,7 +142,7 @@ def test_a_trainer_that_lost_its_directory_says_so_on_every_process(job, tmp_pat
     job.all("save")
     waits = job.each("wait")
     assert root_cause(waits[0])["type"] == "FencedError"
-    assert root_cause(waits[1])["type"] == "PeerFailed"
+    assert root_cause(waits[1])["type"] == "ProcessFailed"
     assert "FencedError" in root_cause(waits[1])["text"]
 
 
@@ -155,7 +155,7 @@ def test_a_trainer_that_lost_its_directory_moves_no_steps_of_its_successor(job, 
     job.all("train", to=3)
     errors = [answer["error"] for answer in job.each("save")]
     assert errors[0]["type"] == "FencedError"
-    assert errors[1]["type"] == "PeerFailed" and "FencedError" in errors[1]["text"]
+    assert errors[1]["type"] == "ProcessFailed" and "FencedError" in errors[1]["text"]
     assert (root / "1").exists() and not (root / "rolled-back").exists()
 
 
@@ -197,7 +197,7 @@ def test_what_one_process_cannot_read_by_orbax_stops_the_other_in_time(
 ):
     """Orbax has the others wait for it at a barrier of its own, for as long as the timeouts say."""
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(tmp_path / "root"), peers_secs=4.0, notes=True)
+        job.all("open", root=str(tmp_path / "root"), processes_secs=4.0, notes=True)
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")

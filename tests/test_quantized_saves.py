@@ -88,7 +88,7 @@ def saved(root, codec, rows=None, *, base=None, marks=None, options=None, **odd)
 
 
 def restored(root, template=None, step=1, handlers=None, **arguments):
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     handlers = handlers or tables()
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         return manager.restore(step, template, **arguments).state
@@ -417,7 +417,7 @@ def test_a_codec_of_a_newer_version_is_named(tmp_path):
     _, state, _ = saved(tmp_path, "int4")
     with_codec(tmp_path, "vq256")
     for read in (lambda m: m.restore(1, state), lambda m: m.restore_latest(state)):
-        options = deltackpt.ManagerOptions(read_only=True)
+        options = deltackpt.ManagerOptions(access="read")
         with deltackpt.CheckpointManager(tmp_path, handlers=tables(), options=options) as manager:
             with pytest.raises(FormatTooNew, match=r"1/embeddings.*found \['vq256'\]; install the"):
                 read(manager)
@@ -441,7 +441,7 @@ def test_damaged_codes_are_named_and_the_step_before_is_taken(tmp_path):
         data = bytearray(chunk.read_bytes())
         data[len(data) // 2] ^= 1
         chunk.write_bytes(data)
-        options = deltackpt.ManagerOptions(read_only=True)
+        options = deltackpt.ManagerOptions(access="read")
         with (
             warnings.catch_warnings(),
             deltackpt.CheckpointManager(damaged, handlers=tables(), options=options) as manager,

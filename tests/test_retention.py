@@ -15,6 +15,7 @@ from unittest import mock
 import model
 import numpy as np
 import pytest
+from flat_options import manager_options
 
 import deltackpt
 from deltackpt.format import names
@@ -46,7 +47,7 @@ def watching(watcher: Callable[[str, tuple[object, ...]], None]) -> Iterator[Non
 
 
 def options(**more) -> deltackpt.ManagerOptions:
-    return deltackpt.ManagerOptions(
+    return manager_options(
         retention=1, policy=deltackpt.Consecutive(max_chain=3), durability="process", **more
     )
 

@@ -553,7 +553,9 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     options = deltackpt.ManagerOptions(
-        retention=1, policy=deltackpt.Consecutive(max_chain=1), durability="process"
+        deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1)),
+        writes=deltackpt.WriteOptions(durability="process"),
+        retention=1,
     )
     most = 0
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:

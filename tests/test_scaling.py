@@ -70,7 +70,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     split=split,
                     touched=touched,
                     lineage=lineages[index],
-                    options=PipelineOptions(fsync=False, peers_secs=60),
+                    options=PipelineOptions(fsync=False, processes_secs=60),
                     staging=STAGING,
                 )
                 with job.lock:

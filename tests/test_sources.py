@@ -68,7 +68,7 @@ def test_a_step_that_is_replaced_while_it_is_restored_is_never_mixed(tmp_path, m
             replaced.append(True)
             save(root, 1, 2.0)
 
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
         # The step that came in its place is restored: nothing is skipped.
         found = manager.restore_latest(state(0.0), service=Source(**{moment: replace}))

@@ -107,7 +107,7 @@ def write(root: Path, seed: int = 0) -> dict[int, Any]:
     state = model.initial(seed)
     touched = model.new_touched(state)
     states = {}
-    options = deltackpt.ManagerOptions(durability="process")
+    options = deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability="process"))
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
         for step in range(5):
             if step:
@@ -147,7 +147,7 @@ def restored(root: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def reading(root: Path) -> Iterator[deltackpt.CheckpointManager]:
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
         yield manager
 
@@ -354,7 +354,9 @@ def test_readers_beside_a_trainer_with_retention_see_whole_steps_or_step_gone(tm
     state = model.initial()
     touched = model.new_touched(state)
     options = deltackpt.ManagerOptions(
-        retention=1, policy=deltackpt.Consecutive(max_chain=2), durability="process"
+        deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=2)),
+        writes=deltackpt.WriteOptions(durability="process"),
+        retention=1,
     )
     sums: dict[int, bytes] = {}
     stop = threading.Event()

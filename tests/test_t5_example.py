@@ -320,7 +320,10 @@ def manager_of(tmp_path):
             manager = deltackpt.CheckpointManager(
                 tmp_path / tracking,
                 handlers={"embeddings": trainer.checkpoint_tables()},
-                options=deltackpt.ManagerOptions(tracking=tracking, durability="process"),
+                options=deltackpt.ManagerOptions(
+                    deltas=deltackpt.DeltaOptions(tracking=tracking),
+                    writes=deltackpt.WriteOptions(durability="process"),
+                ),
             )
             return stack.enter_context(manager)
 

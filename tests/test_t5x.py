@@ -500,7 +500,11 @@ def test_a_trainer_that_cannot_start_gives_its_manager_back(run, initializer, mo
 
 def test_names_of_removed_steps_go_with_them(tmp_path, initializer):
     state = random_state(initializer, 1)
-    settings = {"options": deltackpt.ManagerOptions(policy=deltackpt.Consecutive(max_chain=1))}
+    settings = {
+        "options": deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1))
+        )
+    }
     manager = open_manager(tmp_path, initializer, settings=settings, keep=1)
     for step in range(1, 8):
         manager.save(after(state, [step], step))
@@ -863,7 +867,11 @@ def write_metric(model_dir, step, value):
 
 def test_the_best_steps_stay_with_their_chains_and_the_newest(tmp_path, initializer):
     state = random_state(initializer, 1)
-    settings = {"options": deltackpt.ManagerOptions(policy=deltackpt.Consecutive(max_chain=1))}
+    settings = {
+        "options": deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1))
+        )
+    }
     manager = open_manager(
         tmp_path,
         initializer,
@@ -882,7 +890,11 @@ def test_the_best_steps_stay_with_their_chains_and_the_newest(tmp_path, initiali
 
 def test_kept_periods_stay_beside_the_newest(tmp_path, initializer):
     state = random_state(initializer, 1)
-    settings = {"options": deltackpt.ManagerOptions(policy=deltackpt.Consecutive(max_chain=1))}
+    settings = {
+        "options": deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1))
+        )
+    }
     manager = open_manager(tmp_path, initializer, settings=settings, keep=1, force_keep_period=4)
     for step in range(1, 11):
         manager.save(after(state, [step], step))
@@ -946,9 +958,9 @@ def test_other_decorators_of_the_configuration_stay(monkeypatch, copies_attribut
     "settings",
     [
         {"wait": "never"},
-        {"options": deltackpt.ManagerOptions(read_only=True)},
-        {"options": deltackpt.ManagerOptions(when_busy="skip")},
-        {"options": deltackpt.ManagerOptions(when_busy="coalesce")},
+        {"options": deltackpt.ManagerOptions(access="read")},
+        {"options": deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(when_busy="skip"))},
+        {"options": deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(when_busy="coalesce"))},
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings):

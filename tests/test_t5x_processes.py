@@ -196,7 +196,7 @@ def test_processes_go_on_from_a_checkpoint_of_t5x(server, tmp_path):
         errors = [
             answer["error"] for answer in job.each("restore", path=f"{model_dir}/checkpoint_1")
         ]
-        assert [error["type"] for error in errors] == ["OptionError", "PeerFailed"]
+        assert [error["type"] for error in errors] == ["OptionError", "ProcessFailed"]
         job.close()
     found = inspect.open(model_dir / "deltackpt").saves
     assert [(save.step, save.kind) for save in found] == [(2, "base"), (3, "delta")]
@@ -295,7 +295,7 @@ def test_a_killed_process_is_named_and_a_restart_goes_on_from_the_newest_committ
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
         opened(job, model_dir, partitions=2, data=True)
         restored(job, model_dir, 3)
-        job.all("limit", peers_secs=PEERS_SECS)
+        job.all("limit", processes_secs=PEERS_SECS)
         job.ask("arm", of=[killed], at="before its manifest", action="kill")
         job.answers(of=[killed])
         job.all("train", to=4)
@@ -305,7 +305,7 @@ def test_a_killed_process_is_named_and_a_restart_goes_on_from_the_newest_committ
         job.ask("settle", of=[other])
         [answer] = job.answers(of=[other])
         assert answer["error"]["type"] == "SaveFailed"
-        assert answer["error"]["cause"]["type"] == "PeerMissing"
+        assert answer["error"]["cause"]["type"] == "ProcessMissing"
         assert answer["error"]["cause"]["processes"] == [killed]
     assert (model_dir / "checkpoint_4").is_symlink()
     assert not (model_dir / "deltackpt" / "4").exists()

@@ -18,6 +18,7 @@ import model
 import numpy as np
 import optax
 import pytest
+from flat_options import manager_options
 
 import deltackpt
 from deltackpt import touched
@@ -33,12 +34,12 @@ def opened(root, **options: Any) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": SELECT},
-        options=deltackpt.ManagerOptions(durability="process", **options),
+        options=manager_options(durability="process", **options),
     )
 
 
 def assert_restores(root, states: dict[int, Any], tables: Any = SELECT) -> None:
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(
         root, handlers={"embeddings": tables}, options=options
     ) as reader:
@@ -363,7 +364,7 @@ def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path
 
     kinds = []
     # Without the proof: the rule alone must do.
-    options = deltackpt.ManagerOptions(sampled_proof=False)
+    options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(sampled_proof=False))
     with contextlib.ExitStack() as stack:
         handlers = {"embeddings": tables}
         manager = stack.enter_context(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from flat_options import manager_options
 
 import deltackpt
 from deltackpt import touched
@@ -70,13 +71,11 @@ def test_the_promise_is_tested_elsewhere(node):
 
 
 def manager(root: Path, **options) -> deltackpt.CheckpointManager:
-    return deltackpt.CheckpointManager(
-        root, handlers=HANDLERS, options=deltackpt.ManagerOptions(**options)
-    )
+    return deltackpt.CheckpointManager(root, handlers=HANDLERS, options=manager_options(**options))
 
 
 def newest(root: Path, like: dict) -> deltackpt.Restored:
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         found = reader.restore_latest(like)
     assert found is not None
     return found
@@ -345,7 +344,7 @@ def test_an_unreadable_object_names_itself_and_the_step_before_is_intact(tmp_pat
     victim = next((tmp_path / "2").glob("embeddings/part.0/*/values/c/0/0"))
     victim.unlink()
     victim.mkdir()
-    with manager(tmp_path, read_only=True) as reader:
+    with manager(tmp_path, access="read") as reader:
         with pytest.raises(Damaged, match="values/c/0/0"):
             reader.restore(2, state)
         with pytest.warns(UserWarning, match="values/c/0/0"):
@@ -421,7 +420,7 @@ def test_without_any_intact_step_the_error_says_what_is_wrong_with_the_newest(tm
         saver.save(1, state)
     next((tmp_path / "1").glob("embeddings/manifest.0.msgpack")).write_bytes(b"")
     with (
-        manager(tmp_path, read_only=True) as reader,
+        manager(tmp_path, access="read") as reader,
         pytest.warns(UserWarning, match="skipped"),
         pytest.raises(NoIntactStep, match="manifest"),
     ):

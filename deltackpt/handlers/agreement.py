@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from deltackpt import processes
-from deltackpt.errors import PeerFailed, PeerMissing, RestoreError, StepGone, StepNotFound
+from deltackpt.errors import ProcessFailed, ProcessMissing, RestoreError, StepGone, StepNotFound
 
 #: Directory to how many managers it had in this process: the keys of barriers are the job's.
 _managers: collections.Counter[str] = collections.Counter()
@@ -44,7 +44,7 @@ class Failure(NamedTuple):
     gone: bool
 
 
-class Peers:
+class Processes:
     """The processes of a run; with one process nothing waits and nothing is sent."""
 
     def __init__(self, directory: str, timeout_secs: float, *, alone: bool = False):
@@ -77,7 +77,7 @@ class Peers:
           value: whatever json can write; only process 0's counts.
 
         Raises:
-          PeerMissing: a process did not come in time.
+          ProcessMissing: a process did not come in time.
         """
         if self.count == 1:
             return value
@@ -121,8 +121,8 @@ class Peers:
         Raises:
           RestoreError: another process could not do it, and another step may do; it is named.
           StepGone: likewise, since the step was removed.
-          PeerFailed: another process could not go on at all; it is named.
-          PeerMissing: a process did not come in time.
+          ProcessFailed: another process could not go on at all; it is named.
+          ProcessMissing: a process did not come in time.
         """
         error: Exception | None = None
         try:
@@ -136,7 +136,7 @@ class Peers:
             raise error
         if worst:
             process, text, is_fatal, is_gone = worst[0]
-            kind = PeerFailed if is_fatal else StepGone if is_gone else RestoreError
+            kind = ProcessFailed if is_fatal else StepGone if is_gone else RestoreError
             raise kind(f"{what}: expected it on every process, found on process {process} {text}")
 
     def of_first(self, what: str, find: Callable[[], Any]) -> Any:
@@ -147,8 +147,8 @@ class Peers:
           find: called on process 0 alone; its result is whatever json can write.
 
         Raises:
-          RestoreError, PeerFailed: process 0 could not find it; there its own error is raised.
-          PeerMissing: a process did not come in time.
+          RestoreError, ProcessFailed: process 0 could not find it; there its own error is raised.
+          ProcessMissing: a process did not come in time.
         """
         found = None
         with self.together(what):
@@ -156,15 +156,15 @@ class Peers:
                 found = find()
         return self.agree(what, found)
 
-    def named(self, what: str, error: BaseException) -> PeerMissing:
+    def named(self, what: str, error: BaseException) -> ProcessMissing:
         """A barrier of the coordination service that was not met in time, with who was missing."""
         # The service names those that did not come after the first that did.
         late = _LATE.search(str(error))
         names = re.findall(r"\d+", late[1]) if late is not None else ()
         missing = tuple(sorted({int(name) for name in names} - {self.index}))
         shown = f"process {', '.join(map(str, missing))}" if missing else "every process"
-        return PeerMissing(
-            f"{what}: expected {shown} to come in time (timeouts.peers_secs is "
+        return ProcessMissing(
+            f"{what}: expected {shown} to come in time (timeouts.processes_secs is "
             f"{self._timeout_secs:g}), found {str(error).splitlines()[0]}; look at the logs of the "
             "processes, then restart the job",
             missing,

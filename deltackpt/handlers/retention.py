@@ -13,13 +13,11 @@ from deltackpt import processes
 from deltackpt.format import chain
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
+from deltackpt.policy.retention import PreservationPolicy
 
 _logger = logging.getLogger(__name__)
 
 _policies = ocp.checkpoint_managers
-
-#: What Orbax asks which steps stay.
-PreservationPolicy = _policies.PreservationPolicy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Peers
+from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.save import pipeline
 from deltackpt.save.lineage import Lineage, new_run
@@ -23,7 +23,7 @@ def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
       item_dir: the item's directory, as Orbax names it; it need not exist yet.
     """
     if embeddings.lineage is None:
-        run = Peers(str(item_dir.parent.parent), embeddings.options.peers_secs).agree(
+        run = Processes(str(item_dir.parent.parent), embeddings.options.processes_secs).agree(
             "starting a save", new_run()
         )
         embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))

@@ -17,7 +17,7 @@ import jax
 from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.events import Sink
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Peers
+from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.iterators import (
     DataIterator,
     IteratorHandler,
@@ -27,7 +27,7 @@ from deltackpt.handlers.iterators import (
     position_of,
 )
 from deltackpt.manager import CheckpointManager
-from deltackpt.options import ManagerOptions
+from deltackpt.options import DeltaOptions, ManagerOptions
 from deltackpt.outcomes import Saved
 from deltackpt.state.tables import Tables
 
@@ -111,10 +111,10 @@ class LoopCheckpoints:
         handlers: dict[str, Any] = {names.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()
-        options = options or ManagerOptions(tracking="fingerprints")
+        options = options or ManagerOptions(deltas=DeltaOptions(tracking="fingerprints"))
         self.manager = CheckpointManager(directory, handlers=handlers, options=options, sinks=sinks)
-        self._peers = Peers(
-            f"loop:{os.fspath(directory)}", options.timeouts.peers_secs, alone=options.alone
+        self._processes = Processes(
+            f"loop:{os.fspath(directory)}", options.timeouts.processes_secs, alone=options.alone
         )
 
     def resume(self, state: State) -> tuple[State, int]:
@@ -133,14 +133,14 @@ class LoopCheckpoints:
           TemplateMismatch: the newest step is intact and was saved from another state, by another
             number of processes, or with other data.
           FormatTooNew: it needs a newer deltackpt.
-          PeerFailed: another process could not go on.
+          ProcessFailed: another process could not go on.
         """
         items = {} if self._data is None else {DATA_ITEM: IteratorRestore()}
         found = self.manager.restore_latest(_variables(state), items=items)
         if found is None:
             return state, 0
         if self._data is not None:
-            with self._peers.together(f"going on with the data of step {found.step}"):
+            with self._processes.together(f"going on with the data of step {found.step}"):
                 move_to(self._data, found.items[DATA_ITEM])
         self._newest = found.step
         return _put_back(state, found.state), found.step
@@ -245,7 +245,7 @@ class LoopCheckpoints:
             return
         if saved.kind is not None:
             self._newest = saved.step
-        self._owed = saved.kind is None and self.manager.options.when_busy == "coalesce"
+        self._owed = saved.kind is None and self.manager.options.writes.when_busy == "coalesce"
 
 
 def _variables(state: Any) -> Any:

@@ -37,7 +37,7 @@ from deltackpt.errors import (
     TemplateMismatch,
 )
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Peers
+from deltackpt.handlers.agreement import Processes
 from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x_model import ModelLeaves, cast, flat, leaves_of, taken
 from deltackpt.integrations.t5x_modules import checkpoints, utils
@@ -72,14 +72,15 @@ class _Settings:
             )
         if self.options.read_only:
             raise OptionError(
-                "options: expected options of a trainer, found read_only=True; leave it out, a "
-                "job that only reads takes no lease anyway"
+                "options: expected options of a trainer, found access="
+                f"{self.options.access!r}; leave it out, a job that only reads takes no lease "
+                "anyway"
             )
-        if self.options.when_busy != "wait":
+        if self.options.writes.when_busy != "wait":
             raise OptionError(
-                f"options.when_busy: expected 'wait', found {self.options.when_busy!r}; leave it "
-                "out: T5X would go on without its emergency and its last save, and never asks for "
-                "one that is due"
+                "options.writes.when_busy: expected 'wait', found "
+                f"{self.options.writes.when_busy!r}; leave it out: T5X would go on without its "
+                "emergency and its last save, and never asks for one that is due"
             )
 
 
@@ -110,11 +111,14 @@ def checkpoint_manager(
     Raises:
       OptionError: a setting has a value that cannot work.
     """
+    given = options or ManagerOptions()
     settings = _Settings(
         tables=(tables,) if isinstance(tables, str) else tuple(tables),
         codec=codec,
         slot_codec=slot_codec,
-        options=dataclasses.replace(options or ManagerOptions(), tracking="fingerprints"),
+        options=dataclasses.replace(
+            given, deltas=dataclasses.replace(given.deltas, tracking="fingerprints")
+        ),
         wait=wait,
     )
     found = next((made for made in _made if made.keywords["settings"] == settings), None)
@@ -225,7 +229,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
           UnsupportedRoot: the directory is not in a file system.
           OptionError: both T5X and ``options.retention`` say which steps stay; or there are steps
             of ours that T5X did not see.
-          PeerFailed, PeerMissing: another process could not make its own, or did not come.
+          ProcessFailed, ProcessMissing: another process could not make its own, or did not come.
         """
         self._train_state = train_state
         self._partitioner = partitioner
@@ -237,8 +241,10 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._directory = os.fspath(directory)
         self._model = ModelLeaves(train_state, partitioner)
         self._links = StepLinks(model_dir_of(directory))
-        self._peers = Peers(f"t5x:{self._links.model_dir}", settings.options.timeouts.peers_secs)
-        self._newest_link = self._peers.of_first(
+        self._processes = Processes(
+            f"t5x:{self._links.model_dir}", settings.options.timeouts.processes_secs
+        )
+        self._newest_link = self._processes.of_first(
             "looking for checkpoints", lambda: max(self._links.steps(), default=None)
         )
         retention = retention_of(
@@ -415,12 +421,12 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
           OptionError: a trainer goes back to a checkpoint of T5X's own from which steps of ours go
             on.
           RestoreError: what is wrong with the step.
-          PeerFailed, PeerMissing: another process could not go on, or did not come.
+          ProcessFailed, ProcessMissing: another process could not go on, or did not come.
         """
         if step is not None and path is not None:
             raise ValueError("expected a step or a path, found both; give one of them")
         step = None if step is None else names.as_step(step)
-        found_path, is_stock = self._peers.of_first(
+        found_path, is_stock = self._processes.of_first(
             "choosing a checkpoint", lambda: self._checkpoint(step, path)
         )
         model_dir, chosen = checkpoints.get_step_from_checkpoint_dir(found_path)
@@ -435,12 +441,12 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
         else:
             chosen = self._readable(links, chosen)
-            with self._peers.together(f"reading step {chosen}"):
+            with self._processes.together(f"reading step {chosen}"):
                 found = inspect.open(links.root).at(chosen)
                 leaves = self._model.chosen(leaves_of(found), state_transformation_fns)
                 leaves = self._model.read(leaves)
             state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
-            with self._peers.together(f"restoring the position of the data of step {chosen}"):
+            with self._processes.together(f"restoring the position of the data of step {chosen}"):
                 self._restore_data(found)
         return self._train_state.restore_state(state)
 
@@ -461,7 +467,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
                     options=self._options,
                 )
             )
-            steps = self._peers.of_first("naming steps", lambda: self._named(manager))
+            steps = self._processes.of_first("naming steps", lambda: self._named(manager))
             if steps and self._newest_link is None:
                 raise OptionError(
                     f"{self._links.model_dir}: expected a checkpoint_<step> for each step in "
@@ -501,7 +507,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         except SaveFailed as error:
             failure = error
         # A process that waited in vain may not know that process 0 has committed.
-        committed = self._peers.of_first("asking for the last save", lambda: failure is None)
+        committed = self._processes.of_first("asking for the last save", lambda: failure is None)
         if committed:
             self._at = at
         if failure is not None:
@@ -554,7 +560,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self, writer: CheckpointManager, step: int, transformation_fns: Sequence[Callable[..., Any]]
     ) -> dict[str, Any]:
         """Leaves of a step of this run, from which the manager that saves goes on."""
-        step, newest, later = self._peers.of_first("choosing a step", lambda: self._goal(step))
+        step, newest, later = self._processes.of_first("choosing a step", lambda: self._goal(step))
         if later:
             warnings.warn(
                 f"{self._links.model_dir}: going back to step {step}, the newest with a "
@@ -624,7 +630,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             newest = inspect.open(links.root).newest
             return step if newest is None else min(step, newest)
 
-        found = self._peers.of_first("choosing a step", committed)
+        found = self._processes.of_first("choosing a step", committed)
         if found != step:
             warnings.warn(
                 f"checkpoint_{step} in {links.model_dir} is not committed; reading step {found}",
@@ -690,7 +696,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             )
 
     def _stored_leaves(self, step: int) -> dict[str, Any]:
-        with self._peers.together(f"reading what step {step} holds"):
+        with self._processes.together(f"reading what step {step} holds"):
             found = inspect.open(self._links.root).at(step)
             if self._dataset_iterator is not None:
                 self._check_position(found)
@@ -698,7 +704,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     def _newest_leaves(self) -> dict[str, Any]:
         """Lazy leaves of the newest step that every process can read."""
-        steps = self._peers.of_first("listing steps", self._committed)
+        steps = self._processes.of_first("listing steps", self._committed)
         for step in sorted(steps, reverse=True):
             try:
                 return self._stored_leaves(step)

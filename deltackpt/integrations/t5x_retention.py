@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 import orbax.checkpoint as ocp
 
-from deltackpt.handlers.retention import PreservationPolicy
 from deltackpt.integrations.t5x_modules import checkpoints
+from deltackpt.policy.retention import PreservationPolicy
 
 _policies = ocp.checkpoint_managers
 

@@ -93,7 +93,7 @@ def export_orbax(
 def _restored(directory: Path, step: int, item: str, progress: Progress | None) -> Any:
     # The step says itself which of its leaves are tables.
     handlers = {item: Tables(select="**")}
-    options = ManagerOptions(read_only=True)
+    options = ManagerOptions(access="read")
     with CheckpointManager(directory, handlers=handlers, options=options) as manager:
         return manager.restore(step, progress=progress).state
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one process reads of a step: its tables, its dense leaves and its further items.
 
-Tables come from a source that has them in memory, else from storage; the rest comes through Orbax.
-Several processes agree with each other between these calls, which is the manager's business.
+Tables come from a source that has them in memory, else from storage; the rest through an
+``ItemReader`` (``handlers.reading`` has Orbax's). Several processes agree with each other between
+these calls, which is the manager's business.
 """
 
 from __future__ import annotations
@@ -11,28 +12,21 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import jax
-import orbax.checkpoint as ocp
 
 from deltackpt import processes
 from deltackpt.errors import (
-    RestoreError,
     ServiceError,
     ServiceUnavailable,
     TemplateMismatch,
     without_frames,
 )
-from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
-from deltackpt.handlers import dense
-from deltackpt.handlers.agreement import Peers
-from deltackpt.handlers.orbax_private import barrier_secs
 from deltackpt.ledger.directory import Root
-from deltackpt.options import Timeouts
 from deltackpt.reading import bounds, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import Progress, RestoredTables
@@ -48,9 +42,36 @@ _logger = logging.getLogger(__name__)
 
 #: Table name to a half-open range of rows, None for all of them.
 RowRanges = Mapping[str, tuple[int, int] | None]
-Items = Mapping[str, ocp.args.CheckpointArgs]
+#: Item name to what its handler restores it by.
+Items = Mapping[str, Any]
 #: Where tables may come from before storage is asked; see ``CheckpointManager.restore_latest``.
 Service = RowSource | Literal["auto"] | None
+
+
+class ItemReader(Protocol):
+    """Reads what lies beside the tables. All processes make the same calls in the same order."""
+
+    def dense(self, step: int, abstract: dict[str, Any] | None) -> dict[str, Any]:
+        """Dense leaves of a committed step.
+
+        Args:
+          step: its number.
+          abstract: what to restore, nested dicts with the wanted shardings; None for everything, as
+            numpy arrays.
+
+        Raises:
+          TemplateMismatch: the step has other leaves.
+          RestoreError: they cannot be read, or another process did not come to read them.
+        """
+        ...
+
+    def items(self, step: int, items: Items) -> Mapping[str, Any]:
+        """Further items of a committed step, which it has.
+
+        Raises:
+          RestoreError: another process did not come to read them.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,9 +130,9 @@ class StepReader:
         item: str,
         choice: Tables,
         *,
-        orbax: Callable[[], ocp.CheckpointManager],
-        peers: Peers,
-        timeouts: Timeouts,
+        others: ItemReader,
+        share: tuple[int, int],
+        service_secs: float,
     ):
         """Reads nothing yet.
 
@@ -119,16 +140,16 @@ class StepReader:
           root: the directory.
           item: of the tables.
           choice: which leaves of a template are tables.
-          orbax: what reads dense leaves and items; asked anew each time.
-          peers: the processes that read beside this one.
-          timeouts: how long to wait for a source and for them.
+          others: reads dense leaves and items.
+          share: index of this process, and how many read beside it.
+          service_secs: how long to wait for a source.
         """
         self._root = root
         self._item = item
         self._choice = choice
-        self._orbax = orbax
-        self._peers = peers
-        self._timeouts = timeouts
+        self._others = others
+        self._share = share
+        self._service_secs = service_secs
 
     def find(self, step: int, template: Any, rows: RowRanges | None, service: Service) -> Found:
         """A step, its chain unless it may come from a service, and what is wanted of it.
@@ -159,7 +180,7 @@ class StepReader:
                 placing.check_template(expected.layout, expected.fields, target)
                 wanted = placing.wanted_of(expected.fields)
             if rows is None:
-                self._root.check_step_files(step_dir, (self._peers.index, self._peers.count))
+                self._root.check_step_files(step_dir, self._share)
         return Found(step, target, saves, source, problem, expected, wanted, dense=rows is None)
 
     def load(self, found: Found, agreed: SaveId, progress: Progress | None) -> Loaded:
@@ -199,7 +220,7 @@ class StepReader:
                     f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
                     f"without {', '.join(missing)}; restore without them"
                 )
-            restored = self._restored(found.step, **dict(items))
+            restored = self._others.items(found.step, items)
             return {name: restored[name] for name in items}
 
     def _standing(self, found: Found) -> contextlib.AbstractContextManager[None]:
@@ -251,9 +272,8 @@ class StepReader:
         """
         templates = None if found.expected is None else found.expected.fields
         lend = templates is not None and placing.may_borrow(templates)
-        timeout_secs = self._timeouts.service_secs
         with source.tables(
-            found.target, found.wanted, timeout_secs=timeout_secs, lend=lend
+            found.target, found.wanted, timeout_secs=self._service_secs, lend=lend
         ) as merged:
             if lend and templates is not None:
                 placed = placing.place(merged, templates)
@@ -264,29 +284,9 @@ class StepReader:
     def _dense(self, found: Found) -> dict[str, Any]:
         if not found.target.layout.dense:
             return {}
-        abstract = None if found.expected is None else found.expected.dense
         stored.check_dense(found.target)
-        metadata = self._orbax().item_metadata(found.step)[names.DENSE_ITEM]
-        if abstract is not None:
-            dense.check(abstract, metadata, found.step)
-        args = dense.restore_args(abstract, metadata)
-        restored = self._restored(found.step, **{names.DENSE_ITEM: args})
-        return dense.restored(restored[names.DENSE_ITEM], abstract, found.step)
-
-    def _restored(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
-        """Items restored by Orbax, which has all processes meet at a barrier afterwards.
-
-        Raises:
-          RestoreError: another process did not come there; it says itself why.
-        """
-        try:
-            with barrier_secs(self._timeouts.peers_secs):
-                return self._orbax().restore(step, args=ocp.args.Composite(**items))
-        except jax.errors.JaxRuntimeError as error:
-            if self._peers.count == 1:
-                raise
-            what = f"restoring {', '.join(items)} of step {step}"
-            raise RestoreError(str(self._peers.named(what, error))) from error
+        abstract = None if found.expected is None else found.expected.dense
+        return self._others.dense(found.step, abstract)
 
 
 def joined(

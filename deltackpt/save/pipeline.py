@@ -59,14 +59,14 @@ class PipelineOptions:
       staging_bytes: host memory for copied rows, over all saves in flight.
       digests: digest files that the commit promises; see ``Manifest.digests``.
       sampled_proof: whether saves prove a sample of the rows: see ``proof``.
-      peers_secs: how long a process that has written its part waits for the others.
+      processes_secs: how long a process that has written its part waits for the others.
     """
 
     fsync: bool = True
     staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
     sampled_proof: bool = True
-    peers_secs: float = 300.0
+    processes_secs: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,10 +196,10 @@ class PendingSave:
 
         Raises:
           StorageError: the store refused; nothing was committed.
-          PeerMissing, PeerFailed, Disagreement: as ``Rendezvous``.
+          ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
         """
         self.proceed.wait(_PROCEED_SECS)
-        peers = rendezvous(item_dir.parent, self._embeddings.options.peers_secs)
+        peers = rendezvous(item_dir.parent, self._embeddings.options.processes_secs)
         try:
             if self.failure is not None:
                 raise self.failure

@@ -26,8 +26,8 @@ import google_crc32c
 from deltackpt.errors import (
     DeltackptError,
     Disagreement,
-    PeerFailed,
-    PeerMissing,
+    ProcessFailed,
+    ProcessMissing,
     TrackingError,
 )
 from deltackpt.format import manifest
@@ -61,7 +61,7 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process cannot do its part; never raises."""
-        missing = error.processes if isinstance(error, PeerMissing) else None
+        missing = error.processes if isinstance(error, ProcessMissing) else None
         note = {
             "error": f"{type(error).__name__}: {error}",
             "missing": missing,
@@ -84,8 +84,8 @@ class Rendezvous:
           The index of all parts, process 0's first.
 
         Raises:
-          PeerMissing: manifests did not appear in time.
-          PeerFailed: a process left a note.
+          ProcessMissing: manifests did not appear in time.
+          ProcessFailed: a process left a note.
           Disagreement: a part is one of another save, or the parts do not make up the tables.
           TrackingError: processes that hold the same rows were told of other touched ones.
         """
@@ -114,8 +114,8 @@ class Rendezvous:
           item_dir: the item's directory, in the temporary one.
 
         Raises:
-          PeerMissing: it did not in time.
-          PeerFailed: a process left a note.
+          ProcessMissing: it did not in time.
+          ProcessFailed: a process left a note.
         """
         first = item_dir / layout.manifest_name(0)
         for _ in self._polls(2 * self.timeout_secs):
@@ -131,7 +131,7 @@ class Rendezvous:
         """Waits until every process has written all its files of the step; called by process 0.
 
         Raises:
-          PeerMissing, PeerFailed: as for ``collect``.
+          ProcessMissing, ProcessFailed: as for ``collect``.
         """
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
@@ -147,14 +147,14 @@ class Rendezvous:
           committed: whether the step stands.
 
         Raises:
-          PeerMissing, PeerFailed: as for ``await_index``.
+          ProcessMissing, ProcessFailed: as for ``await_index``.
         """
         for _ in self._polls(2 * self.timeout_secs):
             self._raise_failure()
             if not self.temporary.exists():
                 if committed():
                     return
-                raise PeerFailed(
+                raise ProcessFailed(
                     f"{self._step}: expected process 0 to commit it, found that it gave it up; see "
                     "its log"
                 )
@@ -193,19 +193,19 @@ class Rendezvous:
                 f"failed: {note['error']}"
             )
             if note["missing"] is None:
-                raise PeerFailed(text, leaves_doubt=note["doubt"])
-            raise PeerMissing(text, tuple(set(note["missing"]) - {self.process}))
+                raise ProcessFailed(text, leaves_doubt=note["doubt"])
+            raise ProcessMissing(text, tuple(set(note["missing"]) - {self.process}))
 
-    def _missing(self, processes: set[int], what: str) -> PeerMissing:
+    def _missing(self, processes: set[int], what: str) -> ProcessMissing:
         secs = self.timeout_secs * (1 if self.process == 0 else 2)
         named = sorted(processes)
         shown = ", ".join(map(str, named[:_SHOWN]))
         if len(named) > _SHOWN:
             shown += f" and {len(named) - _SHOWN} more"
-        return PeerMissing(
+        return ProcessMissing(
             f"{self._step}: expected process {shown} to {what} within {secs:g} s "
-            f"(timeouts.peers_secs is {self.timeout_secs:g}), found nothing; look at its log, then "
-            "restart the job. Nothing was committed, the step before is intact",
+            f"(timeouts.processes_secs is {self.timeout_secs:g}), found nothing; look at its log, "
+            "then restart the job. Nothing was committed, the step before is intact",
             tuple(named),
         )
 

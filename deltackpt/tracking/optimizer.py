@@ -65,7 +65,7 @@ def track(
       >>> state = optimizer.init(params)
       >>> grads = {"emb": jnp.zeros((3, 2)).at[1].set(1.0), "w": jnp.ones(2)}
       >>> updates, state = jax.jit(optimizer.update)(grads, state, params)
-      >>> find(state).stamps["emb"].tolist()
+      >>> state.touched.stamps["emb"].tolist()
       [0, 1, 0]
     """
     paths.check_select(select)

@@ -261,7 +261,7 @@ def _promises(mount: Mount | None) -> tuple[Severity, str, str, str]:
         meaning = "Which file system it is cannot be told on this system."
         return "note", "unknown", meaning, ""
     if "ro" in mount.options:
-        meaning = "Steps can be restored (read_only=True), none can be saved."
+        meaning = "Steps can be restored (access='read'), none can be saved."
         return "problem", "read-only", meaning, "mount it writable where a trainer is to save"
     of_fuse = mount.kind.startswith("fuse")
     if of_fuse and _OBJECT_STORE.search(f"{mount.kind} {mount.source}"):
@@ -529,7 +529,7 @@ def _contents(directory: str, *, read_only: bool) -> Iterator[Finding]:
         subject="directory",
         severity="ok" if writable else "problem",
         found=str(path) if writable else f"{path}: not writable for this user",
-        meaning="" if writable else "Steps can be restored (read_only=True), none can be saved.",
+        meaning="" if writable else "Steps can be restored (access='read'), none can be saved.",
         action="" if writable else "check its owner and permissions, or run this as the trainer",
     )
     newest = f", newest {steps[-1]}" if steps else ""

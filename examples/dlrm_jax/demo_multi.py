@@ -42,7 +42,7 @@ _STEPS, _SAVE_EVERY = 48, 8
 _COMMITTED_FIRST = 3
 _KILLS = 4
 #: After so long a silent process counts as gone.
-_PEERS_SECS = 15
+_PROCESSES_SECS = 15
 #: How long a run may take, and a trainer to report that another is gone.
 _RUN_SECS, _REPORT_SECS = 300, 90
 #: A save may be over after 0.1 s; nothing else is in a hurry.
@@ -53,7 +53,7 @@ _ROUNDING, _AMPLIFIED = 1e-6, 1e-4
 _ARGUMENTS = (
     *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
     *("--batch=512", "--bottom=128", "--top=256-128"),
-    *("--digests", f"--peers-secs={_PEERS_SECS}"),
+    *("--digests", f"--processes-secs={_PROCESSES_SECS}"),
 )
 
 
@@ -165,7 +165,7 @@ class Run:
         with deltackpt.CheckpointManager(
             self.directory,
             handlers={"embeddings": trainer.checkpoint_tables()},
-            options=deltackpt.ManagerOptions(read_only=True),
+            options=deltackpt.ManagerOptions(access="read"),
         ) as manager:
             return digest(manager.restore(step, trainer.abstract_state(self.sizes)).state)
 

@@ -45,7 +45,7 @@ _JOB_SECS, _POLL_SECS = 300, 0.1
 _PR_SET_PDEATHSIG = 1
 _ARGUMENTS = (
     *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
-    *("--batch=512", "--bottom=128", "--top=256-128", "--digests", "--peers-secs=30"),
+    *("--batch=512", "--bottom=128", "--top=256-128", "--digests", "--processes-secs=30"),
 )
 #: Of the node and of whoever talks to it. Without the second Ray would listen on the address of
 #: the machine; tokens would be written under the home directory.

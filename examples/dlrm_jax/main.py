@@ -59,10 +59,10 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
     codec = deltackpt.CodecChoice(delta=options.codec, max_error=options.max_error)
     handlers = {"embeddings": trainer.checkpoint_tables(codec)}
     saving = deltackpt.ManagerOptions(
-        policy=POLICIES[options.policy](),
+        deltas=deltackpt.DeltaOptions(policy=POLICIES[options.policy]()),
+        writes=deltackpt.WriteOptions(durability=options.durability),
         retention=options.keep,
-        durability=options.durability,
-        timeouts=Timeouts(peers_secs=options.peers_secs),
+        timeouts=Timeouts(processes_secs=options.processes_secs),
     )
     with deltackpt.CheckpointManager(
         options.directory,
@@ -110,8 +110,8 @@ def joined(options: argparse.Namespace, session: Session | None) -> Placement | 
             coordinator_bind_address=options.coordinator if options.process == 0 else None,
             # Later than the manager gives up: its error says which save misses whose part, while
             # jax aborts the process.
-            heartbeat_timeout_seconds=2 * options.peers_secs,
-            shutdown_timeout_seconds=options.peers_secs,
+            heartbeat_timeout_seconds=2 * options.processes_secs,
+            shutdown_timeout_seconds=options.processes_secs,
         )
     devices = jax.device_count()
     for name in ("batch", "row_multiple"):
@@ -225,7 +225,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--processes", type=int, help="train on every device of so many processes")
     add("--process", type=int, help="which of several processes this one is, from 0 on")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens for the others")
-    add("--peers-secs", type=int, default=60, help="how long to wait for a silent process")
+    add("--processes-secs", type=int, default=60, help="how long to wait for a silent process")
     options = parser.parse_args(arguments)
     place = (options.process, options.coordinator)
     if options.processes is None and place != (None, None):

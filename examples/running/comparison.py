@@ -118,7 +118,9 @@ def _deltas(
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": tables()},
-        options=deltackpt.ManagerOptions(durability=durability, retention=1),
+        options=deltackpt.ManagerOptions(
+            writes=deltackpt.WriteOptions(durability=durability), retention=1
+        ),
     )
 
 

@@ -123,7 +123,7 @@ def restored(directory: Path, step: int, tables: deltackpt.Tables, template: Sta
     with deltackpt.CheckpointManager(
         directory,
         handlers={"embeddings": tables},
-        options=deltackpt.ManagerOptions(read_only=True),
+        options=deltackpt.ManagerOptions(access="read"),
     ) as manager:
         return manager.restore(step, template).state
 

@@ -170,7 +170,9 @@ def write(root: Path, handlers: dict[str, Any], state_of: Callable[[int], dict])
     touched = deltackpt.touched.init(
         {f"tables/{name}": leaf for name, leaf in state_of(10)["tables"].items()}
     )
-    options = deltackpt.ManagerOptions(policy=deltackpt.Consecutive(max_restore_ratio=100))
+    options = deltackpt.ManagerOptions(
+        deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_restore_ratio=100))
+    )
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         for step in STEPS:
             if step != STEPS[0]:
@@ -196,7 +198,7 @@ def main() -> None:
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)
         found = {}
-        options = deltackpt.ManagerOptions(read_only=True)
+        options = deltackpt.ManagerOptions(access="read")
         with deltackpt.CheckpointManager(
             encoded, handlers=ENCODED_HANDLERS, options=options
         ) as manager:

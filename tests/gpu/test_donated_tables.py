@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import pytest
+from flat_options import manager_options
 
 import deltackpt
 from deltackpt import codecs
@@ -85,9 +86,7 @@ def open_manager(root, codec="raw", **options) -> deltackpt.CheckpointManager:
             select="tables/*", slots={"tables/*": {"accumulator": "slots/{name}"}}, codec=codec
         )
     }
-    return deltackpt.CheckpointManager(
-        root, handlers=handlers, options=deltackpt.ManagerOptions(**options)
-    )
+    return deltackpt.CheckpointManager(root, handlers=handlers, options=manager_options(**options))
 
 
 def on_device(device: jax.Device, codec: codecs.Codec, rows: np.ndarray) -> encode.Encoded:

@@ -39,7 +39,7 @@ def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
         point = "waiting for the parts" if victim == 0 else "waiting for the commit"
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=4, devices=1, apart=True) as job:
-        started(job, root, {"mesh": [2, 2]}, peers_secs=PEERS_SECS)
+        started(job, root, {"mesh": [2, 2]}, processes_secs=PEERS_SECS)
         saved(job, 0)
         job.all("train", to=1)
         armed, action = (victim, "kill") if phase != "commit" or victim == 0 else (0, "hold")
@@ -78,7 +78,7 @@ def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
         processes, devices, place = draw.choice(TOPOLOGIES)
         topology = {"processes": processes, "devices": devices}
         with Job(server, tmp_path / "jobs", apart=True, **topology) as job:
-            job.all("open", root=str(root), peers_secs=PEERS_SECS)
+            job.all("open", root=str(root), processes_secs=PEERS_SECS)
             if root.exists() and step_numbers(root):
                 newest = max(step_numbers(root))
                 found = job.all("restore_latest", place=place, like=newest)

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flat_options import manager_options
 
 import deltackpt
 import deltackpt.manager  # And with it Orbax, which the package imports when it is needed.
@@ -144,7 +145,7 @@ def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": deltackpt.Tables(select=SELECT, slots=SLOTS)},
-        options=deltackpt.ManagerOptions(**options),
+        options=manager_options(**options),
     )
 
 
@@ -341,7 +342,7 @@ def suffer(task: dict[str, Any]) -> None:
             continue
         break
     _shim_call("faults_disarm")
-    with manager(root, read_only=True) as reader:
+    with manager(root, access="read") as reader:
         result = reader.restore_latest(template())
         assert result is not None
         wrong = difference(result.state, result.step, replay)
@@ -352,7 +353,7 @@ def evaluate(task: dict[str, Any]) -> None:
     """Restores the newest step in a loop, as a process beside the trainer does."""
     replay = Replay()
     until = time.monotonic() + task["secs"]
-    with manager(Path(task["root"]), read_only=True) as reader:
+    with manager(Path(task["root"]), access="read") as reader:
         abstract = template()
         while time.monotonic() < until:
             result = reader.restore_latest(abstract)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flat_options import manager_options
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
@@ -79,7 +81,7 @@ def trained(out: Path, *, always=(), **options: Any) -> None:
     with deltackpt.CheckpointManager(
         root,
         handlers=handlers,
-        options=deltackpt.ManagerOptions(durability="process", **options),
+        options=manager_options(durability="process", **options),
     ) as manager:
         for step in range(STEPS):
             manager.save(step, state, touched=touched)
@@ -162,7 +164,7 @@ def stock(out: Path) -> None:
 
 
 def write_expected(root: Path, handlers: dict) -> None:
-    options = deltackpt.ManagerOptions(read_only=True)
+    options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         for step in manager.all_steps():
             write_step(root.parent, step, manager.restore(step).state)

@@ -41,11 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
         options.directory,
         handlers={"embeddings": trainer.checkpoint_tables(options.codec)},
         options=deltackpt.ManagerOptions(
-            tracking=options.tracking,
-            policy=POLICIES[options.policy](),
+            deltas=deltackpt.DeltaOptions(
+                tracking=options.tracking, policy=POLICIES[options.policy]()
+            ),
+            writes=deltackpt.WriteOptions(
+                durability=options.durability, when_busy=options.when_busy
+            ),
             retention=options.keep,
-            durability=options.durability,
-            when_busy=options.when_busy,
         ),
         sinks=(journal,),
     ) as manager:
