@@ -28,6 +28,7 @@ from deltackpt.format import manifest, names
 from deltackpt.storage import files
 
 _MAGIC = "deltackpt.lease"
+_FULL = "free space or keep fewer steps, then open the directory again"
 #: The end of the year 9999: no clock shows a later time.
 _MOST_SECS = 253_402_300_800
 
@@ -90,7 +91,7 @@ def claim(path: Path, after_epoch: int | None) -> Lease:
             pid=os.getpid(),
             since_secs=time.time(),
         )
-        with files.typed_errors(path / names.lease_name(lease.epoch), "take the lease"):
+        with files.typed_errors(path / names.lease_name(lease.epoch), "take the lease", full=_FULL):
             try:
                 (path / names.lease_name(lease.epoch)).touch(exist_ok=False)
             except FileExistsError:
@@ -108,7 +109,7 @@ def claim(path: Path, after_epoch: int | None) -> Lease:
 def sign(path: Path, lease: Lease) -> None:
     """Writes who holds the lease into its file; half of it reads as a trainer that starts."""
     name = path / names.lease_name(lease.epoch)
-    with files.typed_errors(name, "write"), contextlib.suppress(FileNotFoundError):
+    with files.typed_errors(name, "write", full=_FULL), contextlib.suppress(FileNotFoundError):
         # Without the file a newer trainer has taken the directory: the first commit says so.
         with open(name, "r+b") as file:
             file.write(manifest.to_bytes(lease, _MAGIC))

@@ -18,12 +18,15 @@ from deltackpt.format.records import MOST_BYTES
 
 
 @contextlib.contextmanager
-def typed_errors(path: os.PathLike[str], action: str) -> Iterator[None]:
+def typed_errors(
+    path: os.PathLike[str], action: str, *, full: str = "free space, then try again"
+) -> Iterator[None]:
     """Turns an operating system's refusal into an error that says what to do next.
 
     Args:
       path: the object that was being worked on.
       action: what was being done, as in "write".
+      full: what to do where there is no room; only the caller knows what it is for.
     """
     try:
         yield
@@ -32,8 +35,7 @@ def typed_errors(path: os.PathLike[str], action: str) -> Iterator[None]:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpace(
-                f"{path}: expected room to {action}, found the file system full; free space or "
-                "keep fewer steps, then save again: no touched row is lost"
+                f"{path}: expected room to {action}, found the file system full; {full}"
             ) from error
         raise StorageError(
             f"{path}: expected to {action}, found {os.strerror(error.errno or 0)}; check the "
