@@ -21,6 +21,7 @@ from deltackpt.errors import (
 from deltackpt.events import TableFigures
 from deltackpt.format import blocks
 from deltackpt.format import names as layout
+from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import Kind, SaveId
 from deltackpt.inspect import changes, html
 from deltackpt.inspect.changes import Diff, History
@@ -232,7 +233,7 @@ class Checkpoints:
         try:
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
-                figures = stored.table_figures(head.groups, head.tables, segments)
+                figures = table_figures(head.groups, head.tables, segments)
                 self._figures[save] = figures
         except (RestoreError, StorageError) as error:
             problem = str(error)

@@ -45,6 +45,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import lease, leftovers
 from deltackpt.ledger.lease import Lease
+from deltackpt.reading import foreign
 from deltackpt.reading import saves as stored
 from deltackpt.storage import files
 from deltackpt.storage.digests import check_step_files
@@ -492,5 +493,5 @@ def _refuse_other_item(path: Path, item: str) -> None:
     """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
     steps = [name for name in files.listing(path) if layout.step_number(name) is not None]
     newest = path / max(steps, key=int, default="")
-    if steps and not (newest / item).is_dir() and stored.is_checkpoint(newest):
-        raise stored.foreign(newest, item)
+    if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):
+        raise foreign.foreign(newest, item)

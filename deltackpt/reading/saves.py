@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TypeVar
 import google_crc32c
 import numpy as np
 
-from deltackpt import codecs
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
@@ -27,22 +25,20 @@ from deltackpt.errors import (
     StorageError,
     TemplateMismatch,
 )
-from deltackpt.events import TableFigures
 from deltackpt.format import chain, manifest, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import (
     ArrayEntry,
     Cover,
-    Encoding,
     FieldSpec,
     GroupEntry,
     Layout,
     Manifest,
     SaveId,
     Segment,
-    TableEntry,
 )
 from deltackpt.reading import bounds
+from deltackpt.reading.foreign import foreign
 from deltackpt.reading.removal import goes, gone, is_of_reading, standing
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.arrays import ChunkSums
@@ -242,48 +238,6 @@ def read_save(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
     return _read_save(step_dir, item, item_dir)
 
 
-def foreign(step_dir: Where, item: str) -> ForeignDirectory:
-    """What is wrong with a step that has no item of ours by some name: what it holds instead."""
-    step_dir = spot(step_dir)
-    found: object = step_dir.names()
-    ours = _our_items(step_dir)
-    if ours:
-        found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
-        action = (
-            f"give the manager handlers={{{ours[0]!r}: Tables(...)}}, or what reads the steps item="
-            f"{ours[0]!r} (--item {ours[0]})"
-        )
-    elif _is_of_orbax(step_dir):
-        found = f"a step of stock Orbax with the items {step_dir.folders()}"
-        action = (
-            f"make it the first base of a directory of its own with 'deltackpt import "
-            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and go on there"
-        )
-    else:
-        action = (
-            "check the directory and the item's name, or restore it with the library that wrote it"
-        )
-    return ForeignDirectory(
-        f"{step_dir}: expected an item {item!r} written by deltackpt, found {found}; {action}"
-    )
-
-
-def is_checkpoint(step_dir: Where) -> bool:
-    """Whether a directory is a step of ours, by whatever name of the item, or of stock Orbax."""
-    step_dir = spot(step_dir)
-    return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
-
-
-def _our_items(step_dir: Spot) -> list[str]:
-    found = step_dir.folders()
-    return [name for name in found if (step_dir / name / names.manifest_name(0)).is_file()]
-
-
-def _is_of_orbax(step_dir: Spot) -> bool:
-    places = (step_dir, *(step_dir / name for name in step_dir.folders()))
-    return any((at / names.PYTREE_METADATA).is_file() for at in places)
-
-
 def read_compacted(
     step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM
 ) -> StoredSave | None:
@@ -341,61 +295,6 @@ def _read_save(step_dir: Spot, item: str, item_dir: Spot) -> StoredSave:
     chain.check_index(head)
     bounds.check_head(head, name)
     return StoredSave(SaveInfo.of(head, step_dir.name), step_dir, item, item_dir, head)
-
-
-def table_figures(
-    groups: Sequence[GroupEntry], tables: Sequence[TableEntry], segments: Sequence[Segment]
-) -> tuple[TableFigures, ...]:
-    """What segments hold of each table, by field.
-
-    A field's bytes are shared out by rows. The bytes of the row numbers, which serve all fields
-    of a segment, are in none of them.
-
-    Args:
-      groups: of the save.
-      tables: of the save.
-      segments: of one part, or of all.
-    """
-    found = []
-    for group in groups:
-        members = manifest.members(group, tables)
-        for spec in group.fields:
-            parts = [
-                (segment, encoding)
-                for segment in segments
-                for encoding in segment.encodings
-                if (segment.group, encoding.field) == (group.name, spec.name)
-            ]
-            row_bytes = math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize
-            for place, table in enumerate(members):
-                figures = _figures(table.name, spec.name, place, parts, row_bytes)
-                if figures.rows:
-                    found.append(figures)
-    return tuple(found)
-
-
-def _figures(
-    table: str, field: str, place: int, parts: Sequence[tuple[Segment, Encoding]], row_bytes: int
-) -> TableFigures:
-    """Figures of the table that stands at ``place`` in its group."""
-    # Segments of other columns hold the same rows again.
-    first = min((segment.columns[0] for segment, _ in parts), default=0)
-    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == first)
-    nbytes = sum(
-        round(part.nbytes * part.rows[place] / max(1, sum(part.rows))) for _, part in parts
-    )
-    norm = sum(part.squared_norm[place] for _, part in parts)
-    error = sum(part.squared_error[place] for _, part in parts)
-    return TableFigures(
-        table=table,
-        field=field,
-        codec="+".join(sorted({part.codec for _, part in parts})),
-        reason="; ".join(sorted({part.reason for _, part in parts})),
-        rows=rows,
-        nbytes=nbytes,
-        ratio=nbytes / max(1, rows * row_bytes),
-        relative_error=math.sqrt(error / norm) if norm else 0.0,
-    )
 
 
 def read_chain(

@@ -24,9 +24,9 @@ from deltackpt import __about__, codecs, events, processes
 from deltackpt.codecs import Codec
 from deltackpt.errors import OutOfSpace, TrackingError
 from deltackpt.format import blocks, gaps, manifest, names
+from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import GroupEntry, Manifest, Segment
 from deltackpt.policy import Choice, too_large
-from deltackpt.reading import saves
 from deltackpt.resources.staging import Staging
 from deltackpt.save import encode, extract, proof
 from deltackpt.save import fields as field_writer
@@ -231,7 +231,7 @@ class PendingSave:
             encode_secs=self._encoding.seconds,
             write_secs=written - landed - self._encoding.seconds,
             digest_secs=time.perf_counter() - written,
-            tables=saves.table_figures(self._layout.groups, self._layout.tables, segments),
+            tables=table_figures(self._layout.groups, self._layout.tables, segments),
         )
         return self.report
 

@@ -39,8 +39,9 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import merge, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import Read, Targets
+from deltackpt.reading.reader import Read
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.targets import Targets
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import shards
 from deltackpt.standby.gate import Gate

@@ -64,8 +64,9 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import HeldRows, Progress, Targets
+from deltackpt.reading.reader import HeldRows, Progress
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.targets import Targets
 from deltackpt.resources import memory, priority
 from deltackpt.resources.staging import Staging
 from deltackpt.storage import arrays, files

@@ -25,8 +25,9 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import HeldRows, Targets
+from deltackpt.reading.reader import HeldRows
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.targets import Targets
 from deltackpt.resources import memory
 from deltackpt.storage import digests
 

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import math
 import os
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ from deltackpt.ledger import lease, leftovers
 from deltackpt.reading import bounds, inventory, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.inventory import Inventory
-from deltackpt.reading.reader import Progress
+from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.storage import arrays, digests
@@ -245,7 +244,7 @@ class _Audit:
         progress: Progress | None,
     ):
         self.notes: list[str] = []
-        self.meter = _Meter(progress)
+        self.meter = Meter(progress)
         self._root = opened
         self._item = item
         self._steps = steps
@@ -510,25 +509,6 @@ class _Audit:
                     return name, found
         broken += damaged or [info.step_dir]
         return None
-
-
-class _Meter:
-    """Counts bytes read, for the progress callback."""
-
-    def __init__(self, progress: Progress | None):
-        self.done = 0
-        self._total = 0
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def expect(self, nbytes: int) -> None:
-        self._total += nbytes
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-            if self._progress is not None:
-                self._progress(self.done, max(self.done, self._total))
 
 
 def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
