@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
     from deltackpt.options import DeltaOptions, ManagerOptions, Timeouts, WriteOptions
-    from deltackpt.outcomes import Restored, Saved
+    from deltackpt.outcomes import ReadRows, Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
         CodecChoice,
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         OneShot,
     )
     from deltackpt.save.pipeline import Embeddings, PipelineOptions
-    from deltackpt.state.tables import Tables, split
+    from deltackpt.state.choice import Tables
+    from deltackpt.state.tables import split
     from deltackpt.touched import TouchState
     from deltackpt.tracking import fingerprints as fingerprint
 
@@ -52,6 +53,7 @@ _NAMES = {
     "ManagerOptions": "options",
     "OneShot": "policy",
     "PipelineOptions": "save.pipeline",
+    "ReadRows": "outcomes",
     "Restored": "outcomes",
     "Saved": "outcomes",
     "Tables": "state.tables",
@@ -76,6 +78,7 @@ __all__ = [
     "ManagerOptions",
     "OneShot",
     "PipelineOptions",
+    "ReadRows",
     "Restored",
     "Saved",
     "Tables",

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
@@ -56,3 +59,22 @@ class Restored:
     bytes_read: int
     seconds: float
     service_error: ServiceError | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ReadRows:
+    """Rows of some tables of a step; what ``read()`` gives back.
+
+    Attributes:
+      step: its number.
+      tables: table path to ``"values"`` and the names of slots to the rows asked for, on the host.
+      chain: the steps that were read, base first.
+      bytes_read: bytes of tables and slots that were read.
+      seconds: wall time.
+    """
+
+    step: int
+    tables: Mapping[str, Mapping[str, np.ndarray]]
+    chain: tuple[int, ...]
+    bytes_read: int
+    seconds: float

@@ -39,8 +39,8 @@ from jax._src import distributed
 from orbax.checkpoint import v1
 
 import deltackpt
-from deltackpt import manager, touched
-from deltackpt.handlers import commit
+from deltackpt import touched
+from deltackpt.handlers import commit, saving
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Timeouts
 from deltackpt.restore import placing
@@ -361,7 +361,8 @@ class Worker:
         timeouts = dataclasses.replace(
             self._manager.options.timeouts, processes_secs=processes_secs
         )
-        self._manager.options = dataclasses.replace(self._manager.options, timeouts=timeouts)
+        run = self._manager._run
+        run.options = dataclasses.replace(run.options, timeouts=timeouts)
 
     def start(self, place: dict[str, Any], step: int = 0) -> None:
         """A state of a step, of which no row was touched yet."""
@@ -746,9 +747,9 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "commit: digests": _before(commit, "write_step_digests"),
     "commit: before the rename": _around_rename(True),
     "commit: after the rename": _around_rename(False),
-    "before the save": _before(manager.CheckpointManager, "_start"),
+    "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(pipeline, "snapshot"),
-    "listing steps": _before(manager.CheckpointManager, "all_steps"),
+    "listing steps": _before(Root, "steps"),
     "reading arrays": _before(arrays, "read_array"),
     "reading dense leaves": _before(restoring.StepReader, "_dense"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

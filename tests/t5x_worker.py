@@ -99,7 +99,7 @@ class Worker(many_worker.Worker):
         """From the next save on waits so long for other processes."""
         options = self._manager._writer.options
         timeouts = dataclasses.replace(options.timeouts, processes_secs=processes_secs)
-        self._manager._writer.options = dataclasses.replace(options, timeouts=timeouts)
+        self._manager._writer._run.options = dataclasses.replace(options, timeouts=timeouts)
 
     def start(self, step: int = 0) -> None:
         """The state of a step, without a checkpoint."""

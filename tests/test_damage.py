@@ -240,7 +240,7 @@ def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restore
             for template in (states[STEPS], None):
                 with pytest.raises(Damaged, match=r"3/dense: .*compacted base"):
                     manager.restore(STEPS, template)
-            assert manager.restore(STEPS, tables={"tables/tiny": None}).step == STEPS
+            assert manager.read(STEPS, {"tables/tiny": None}).step == STEPS
         step, messages = newest_intact(copy, states)
         assert step == STEPS - 1 and "compacted base" in messages[0]
         report = verify.verify_root(copy)

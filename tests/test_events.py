@@ -395,7 +395,7 @@ def test_the_next_save_tells_the_failure_before_it_first(tmp_path):
     with manager(tmp_path, kept) as saver:
         with mock.patch("deltackpt.storage.arrays.ArrayWriter", no_room):
             saver.save(1, state)
-            flight = saver._in_flight
+            flight = saver._saver.in_flight
             assert flight is not None and flight.pending.released.wait(60)
         with pytest.raises(errors.SaveFailed) as caught:
             saver.save(2, state)

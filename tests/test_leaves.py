@@ -285,7 +285,7 @@ def test_a_template_that_jax_would_cut_to_32_bits_is_refused(wide, name, shown, 
 def test_64_bits_come_back_as_numpy_arrays(wide):
     found = wide.restore(1, wide_state()).state
     whole = wide.restore(1).state
-    rows = wide.restore(1, tables={"table": (1, 3)}).state["table"]["values"]
+    rows = wide.read(1, {"table": (1, 3)}).tables["table"]["values"]
     for name in ("table", "sum"):
         assert_same_leaf(found[name], wide_state()[name], name)
         assert_same_leaf(whole[name], wide_state()[name], name)

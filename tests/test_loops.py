@@ -645,7 +645,7 @@ def test_the_step_of_a_preemption_is_durable_though_an_earlier_save_failed(tmp_p
         state = kind.step(kind.state(), next(iterator)["id"])
         with mock.patch.object(arrays, "write_array", side_effect=full):
             saves.save(1, state)
-            while saves.manager._busy():
+            while saves.manager._saver.busy():
                 pass
         with mock.patch.object(saves.manager, "reached_preemption", return_value=True):
             with pytest.raises(SaveFailed) as failure:

@@ -115,11 +115,11 @@ def test_a_restore_of_some_tables_takes_ends_of_paths(run):
     with deltackpt.CheckpointManager(
         run, handlers={"embeddings": tables}, options=options
     ) as manager:
-        found = manager.restore(2, tables={"users": (1, 3)}).state
+        found = manager.read(2, {"users": (1, 3)}).tables
         assert list(found) == [USERS]
         assert np.asarray(found[USERS]["values"]).tolist() == [[2, 2], [2, 2]]
         with ambiguous(TemplateMismatch):
-            manager.restore(2, tables={"items": None})
+            manager.read(2, {"items": None})
 
 
 def test_exports_take_ends_of_paths(run, tmp_path):

@@ -368,7 +368,7 @@ def test_reading_only_is_no_restore(tmp_path):
     base, state, _ = saved(tmp_path, "raw")
     restored(tmp_path, state)
     with deltackpt.CheckpointManager(tmp_path, handlers=tables()) as manager:
-        manager.restore(1, tables={"tables/a": None})
+        manager.read(1, {"tables/a": None})
         manager.save(2, state, force_base=True)
         manager.wait()
     assert saves.read_save(tmp_path / "2").manifests[0].restores == 0

@@ -281,7 +281,7 @@ def test_a_step_that_goes_at_any_access_of_a_restore_is_gone(chosen, how, runs):
             states = [states[2] for states in (runs.states, runs.others)]
             assert any(same(found, state) for state in states)
             return users(found["tables"]["users"])
-        return users(manager.restore(2, tables=chosen).state["tables/users"]["values"])
+        return users(manager.read(2, chosen).tables["tables/users"]["values"])
 
     with reading(runs.root) as manager:
         check(runs, how, lambda root: restore(manager))

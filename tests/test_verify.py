@@ -28,7 +28,8 @@ from deltackpt.reading import inventory, reader, removal, saves
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot
 from deltackpt.upkeep import verify
-from deltackpt.upkeep.verify import RootReport, verify_root
+from deltackpt.upkeep.verdicts import RootReport
+from deltackpt.upkeep.verify import verify_root
 
 GOLDEN = Path(make_golden.__file__).parent
 

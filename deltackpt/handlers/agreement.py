@@ -139,19 +139,20 @@ class Processes:
             kind = ProcessFailed if is_fatal else StepGone if is_gone else RestoreError
             raise kind(f"{what}: expected it on every process, found on process {process} {text}")
 
-    def of_first(self, what: str, find: Callable[[], Any]) -> Any:
+    def of_first(self, what: str, find: Callable[[], Any], *, fatal: bool = False) -> Any:
         """What process 0 finds, on every process.
 
         Args:
           what: what is being found.
           find: called on process 0 alone; its result is whatever json can write.
+          fatal: whether nothing else would do either where it fails.
 
         Raises:
           RestoreError, ProcessFailed: process 0 could not find it; there its own error is raised.
           ProcessMissing: a process did not come in time.
         """
         found = None
-        with self.together(what):
+        with self.together(what, fatal=fatal):
             if self.index == 0:
                 found = find()
         return self.agree(what, found)

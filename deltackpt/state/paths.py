@@ -151,7 +151,7 @@ def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> l
 def table_fault(leaf: Any) -> str | None:
     """Why a leaf cannot be a table, None where it can: shape (rows, ...), a plain dtype."""
     if leaf is ...:
-        return "is a placeholder; to read some tables alone call restore(step, tables=...)"
+        return "is a placeholder; to read some tables alone call read(step, tables)"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return f"is a {type(leaf).__name__}, not an array"

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores of a manager: what its processes agree on, and what the run goes on from afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deltackpt import events, processes
+from deltackpt.errors import (
+    ForeignDirectory,
+    NoIntactStep,
+    ProcessMissing,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+)
+from deltackpt.format.manifest import SaveId
+from deltackpt.handlers.engine import Engine
+from deltackpt.handlers.items import restore_args
+from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.handlers.run import Run
+from deltackpt.outcomes import ReadRows, Restored
+from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.restore import steps
+from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
+from deltackpt.save import pipeline, proof
+from deltackpt.save.lineage import Clocks, Reading, new_run
+from deltackpt.state import tables, touch_state
+from deltackpt.state.touch_state import TouchState
+
+#: How often steps that a trainer removes meanwhile are followed by others.
+_LISTINGS = 10
+
+
+class Restorer:
+    """Reads steps, and makes them what the run goes on from; used by one thread at a time."""
+
+    def __init__(self, run: Run, extra: dict[str, Any], engine: Engine):
+        """Reads nothing yet.
+
+        Args:
+          run: the manager's run.
+          extra: handlers of further items, by name.
+          engine: Orbax's manager.
+        """
+        self._run = run
+        self._extra = extra
+        self._engine = engine
+        limits = run.options.timeouts
+        self._steps = StepReader(
+            run.root,
+            run.item,
+            run.choice,
+            others=OrbaxItems(lambda: engine.orbax, run.among, limits.processes_secs),
+            share=(run.among.index, run.among.count),
+            service_secs=limits.service_secs,
+        )
+
+    def newest(
+        self, template: Any, items: Items | None, progress: Progress | None, service: Service
+    ) -> Restored | None:
+        """The newest intact step; as ``CheckpointManager.restore_latest``."""
+        run, started = self._run, time.perf_counter()
+        skipped: list[tuple[int, RestoreError]] = []
+        gone: list[tuple[int, RestoreError]] = []
+        # Listed anew each time: beside a trainer, a step that goes while it is read has a
+        # successor, which may have its number.
+        while (step := self._newest_but({step for step, _ in skipped})) is not None:
+            began = time.perf_counter()
+            try:
+                result = self._restore(step, template, items, progress, service)
+            except Exception as error:
+                if not isinstance(error, RestoreError) or not error.another_step_may_do:
+                    run.tell_failure("restore", step, error, began)
+                    raise
+                if isinstance(error, (StepGone, StepNotFound)) and len(gone) < _LISTINGS:
+                    gone.append((step, error))
+                    continue
+                run.tell_failure("skip", step, error, began)
+                skipped.append((step, error))
+                if not isinstance(error, ForeignDirectory):
+                    warnings.warn(
+                        f"step {step} is skipped, it is not intact: {error}", stacklevel=3
+                    )
+                continue
+            for foreign, error in skipped:
+                if isinstance(error, ForeignDirectory):
+                    warnings.warn(f"step {foreign} is skipped: {error}", stacklevel=3)
+            return dataclasses.replace(result, skipped=tuple(skipped))
+        if gone and not skipped:
+            run.tell_failure("restore", gone[0][0], gone[0][1], started)
+            raise gone[0][1]
+        if not skipped:
+            return None
+        if all(isinstance(error, ForeignDirectory) for _, error in skipped):
+            # No copy of the directory helps: it is another one, or the item is.
+            raise skipped[0][1]
+        error = NoIntactStep(
+            f"{run.root.path}: expected an intact step, found {len(skipped)} steps and "
+            f"none intact, the newest because {skipped[0][1]}; copy the directory back "
+            "from a backup, or start again in an empty one"
+        )
+        run.tell_failure("restore", None, error, started)
+        raise error
+
+    def one(
+        self,
+        step: int,
+        template: Any,
+        items: Items | None,
+        progress: Progress | None,
+        service: Service,
+    ) -> Restored:
+        """One step; as ``CheckpointManager.restore``."""
+        started = time.perf_counter()
+        try:
+            return self._restore(step, template, items, progress, service)
+        except Exception as error:
+            self._run.tell_failure("restore", step, error, started)
+            raise
+
+    def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
+        """Rows of tables alone; as ``CheckpointManager.read``."""
+        started = time.perf_counter()
+        try:
+            found, found_at = self._find(step, None, ranges, None)
+            loaded, read_at = self._load(found, progress)
+        except Exception as error:
+            self._run.tell_failure("restore", step, error, started)
+            raise
+        merged = loaded.tables
+        self._tell(step, merged, started, found_at, read_at)
+        return ReadRows(
+            step=step,
+            tables=merged.fields,
+            chain=tuple(info.save_id.step for info in merged.chain),
+            bytes_read=merged.bytes_read,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _newest_but(self, skipped: set[int]) -> int | None:
+        """The newest step that process 0 finds, those skipped left out."""
+        run = self._run
+        return run.among.of_first(
+            "choosing a step", lambda: max({*run.root.steps()} - skipped, default=None)
+        )
+
+    def _find(
+        self, step: int, template: Any, rows: RowRanges | None, service: Service
+    ) -> tuple[Found, float]:
+        with self._run.among.together(f"finding step {step}"):
+            found = self._steps.find(step, template, rows, service)
+        return found, time.perf_counter()
+
+    def _load(self, found: Found, progress: Progress | None) -> tuple[Loaded, float]:
+        own = dataclasses.astuple(found.target.info.save_id)
+        agreed = SaveId(*self._run.among.agree("choosing a save", own))
+        with self._reading(f"restoring step {found.step}"):
+            loaded = self._steps.load(found, agreed, progress)
+        return loaded, time.perf_counter()
+
+    def _restore(
+        self,
+        step: int,
+        template: Any,
+        items: Items | None,
+        progress: Progress | None,
+        service: Service,
+    ) -> Restored:
+        run, started = self._run, time.perf_counter()
+        items = restore_args(items, self._extra)
+        found, found_at = self._find(step, template, None, service)
+        loaded, read_at = self._load(found, progress)
+        merged = loaded.tables
+        drawn = run.among.agree("a new run", new_run())
+        identity = touch_state.identity_of(drawn)
+        state, fresh = steps.joined(template, found, loaded, identity)
+        extra: dict[str, Any] = {}
+        if items:
+            with self._reading(f"restoring items of step {step}"):
+                extra = self._steps.items(found, items)
+                found.check_stays()
+        if not run.options.read_only:
+            self._go_on_from(found, merged, state, fresh, drawn)
+        result = Restored(
+            step=step,
+            state=state,
+            touched=fresh,
+            items=extra,
+            chain=tuple(info.save_id.step for info in merged.chain),
+            skipped=(),
+            source=merged.source,
+            service_error=loaded.problem,
+            bytes_read=merged.bytes_read,
+            seconds=time.perf_counter() - started,
+        )
+        self._tell(step, merged, started, found_at, read_at)
+        return result
+
+    def _tell(
+        self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
+    ) -> None:
+        """Emits a restore that ends now; moments are of ``time.perf_counter()``."""
+        now = time.perf_counter()
+        event = events.RestoreEvent(
+            step=step,
+            process=processes.index(),
+            chain=tuple(info.save_id.step for info in merged.chain),
+            source=merged.source,
+            bytes_read=merged.bytes_read,
+            find_secs=found_at - started,
+            read_secs=read_at - found_at,
+            place_secs=now - read_at,
+            total_secs=now - started,
+        )
+        events.emit(event, self._run.sinks)
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Reading by Orbax, which has all processes meet afterwards, after which all raise or none.
+
+        Raises:
+          RestoreError, ProcessFailed, ProcessMissing: as ``Processes.together``.
+        """
+        try:
+            with self._run.among.together(what):
+                yield
+        except Exception as error:
+            if self._run.among.count > 1 and not isinstance(error, ProcessMissing):
+                # The process that failed did not come to the barrier: it is one behind the others.
+                self._engine.restart(failed_read=True)
+            raise
+
+    def _go_on_from(
+        self,
+        found: Found,
+        merged: RestoredTables,
+        state: Any,
+        fresh: TouchState | None,
+        drawn: str,
+    ) -> None:
+        """Makes a restored step the parent of the next save, of the new run ``drawn``."""
+        run = self._run
+        # Each process may have read another chain to the step; all decide from one.
+        sizes = run.among.agree("what was read", [info.nbytes for info in merged.chain])
+        layout = merged.layout
+        if found.expected is not None and layout.has_rows_of(found.expected.layout):
+            # The state goes on in the template's containers, which need not be the saved ones.
+            layout = found.expected.layout
+        identity = touch_state.identity_of(drawn)
+        clocks = Clocks(readings=(Reading("", identity, 0),))
+        witness = None
+        if run.tracker is not None:
+            kept = merged if found.expected is None else tables.split(state, run.choice)
+            run.tracker.start(kept.fields, kept.layout, identity)
+        elif fresh is not None:
+            split = tables.split(state, run.choice)
+            clocks = dataclasses.replace(clocks, windows=pipeline.clocks_of(split, ()).windows)
+            if run.options.deltas.sampled_proof:
+                witness = proof.of_restored(split, fresh, run.staging)
+        run.lineage.adopt(
+            merged.chain[-1],
+            Path(found.target.step_dir),
+            layout,
+            sizes=sizes,
+            clocks=clocks,
+            restores=found.target.head.restores,
+            run=drawn,
+            witness=witness,
+        )
+        run.restored = found.step

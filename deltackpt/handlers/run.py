@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What saving and restoring share of one run of a manager."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Literal
+
+from deltackpt import events, processes
+from deltackpt.errors import OptionError
+from deltackpt.handlers.agreement import Processes
+from deltackpt.ledger.directory import Root
+from deltackpt.options import ManagerOptions
+from deltackpt.resources.staging import Staging
+from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.state.choice import Tables
+from deltackpt.tracking.fingerprints import RowTracker
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One manager's run: its directory, what it goes on from, and whom it tells.
+
+    Attributes:
+      options: of the manager.
+      sinks: receivers of events.
+      root: the directory.
+      item: of the tables.
+      choice: which leaves are tables.
+      among: the processes that save and restore together.
+      lineage: what this run knows of its own saves.
+      staging: memory for snapshots.
+      tracker: what finds touched rows where that is the manager's business.
+      newest: the newest step, as process 0 found it at first; every committed one since.
+      restored: the step that the next save goes on from, where it is not the newest one.
+    """
+
+    options: ManagerOptions
+    sinks: tuple[events.Sink, ...]
+    root: Root
+    item: str
+    choice: Tables
+    among: Processes
+    lineage: Lineage
+    staging: Staging
+    tracker: RowTracker | None
+    newest: int | None
+    restored: int | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        directory: str | os.PathLike[str],
+        item: str,
+        choice: Tables,
+        options: ManagerOptions,
+        sinks: tuple[events.Sink, ...],
+    ) -> Run:
+        """A new run on a directory, which process 0 opens before the others."""
+        among = Processes(
+            os.fspath(directory), options.timeouts.processes_secs, alone=options.alone
+        )
+        opened: list[Root] = []
+
+        def first() -> int | None:
+            opened.append(Root.open(directory, item=item, read_only=options.read_only))
+            return opened[0].newest_step()
+
+        newest = among.of_first(f"{os.fspath(directory)}: opening it", first, fatal=True)
+        root = opened[0] if opened else Root.open(directory, item=item, read_only=True)
+        lineage = Lineage(
+            options.deltas.policy,
+            item=item,
+            run=among.agree("a new run", new_run()),
+            compacted=options.deltas.bases == "compacted",
+        )
+        return cls(
+            options=options,
+            sinks=sinks,
+            root=root,
+            item=item,
+            choice=choice,
+            among=among,
+            lineage=lineage,
+            staging=Staging(options.writes.staging_bytes),
+            tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
+            newest=newest,
+        )
+
+    @property
+    def fsync(self) -> bool:
+        """Whether steps are forced to disk."""
+        return self.options.writes.durability == "power"
+
+    def check_above(self, step: int) -> None:
+        """Checks that a step may be saved.
+
+        Raises:
+          OptionError: it is not above the newest one, or the one that was restored.
+        """
+        # A listing may differ from process to process.
+        newest = self.root.newest_step() if self.among.count == 1 else self.newest
+        if self.restored is not None:
+            newest = self.restored
+        if newest is None or step > newest:
+            return
+        raise OptionError(
+            f"step {step} in {self.root.path}: expected a step above {newest}, the newest in the "
+            "directory or the restored one, found an older or equal one; call restore_latest() or "
+            "restore(step) first to go on from a step, or use an empty directory"
+        )
+
+    def roll_back(self, step: int) -> bool:
+        """Moves steps later than the restored one aside, once, before the first save.
+
+        Args:
+          step: the one that is about to be saved.
+
+        Returns:
+          Whether steps may have gone; with several processes only process 0 knows.
+        """
+        if self.restored is None:
+            return False
+        # The others list no steps before process 0 has moved them.
+        what = f"going on from step {self.restored} with step {step}"
+        with self.among.together(what, fatal=True):
+            moved = self.root.roll_back(self.restored, self.lineage.run)
+        self.newest, self.restored = self.restored, None
+        return bool(moved) or self.among.count > 1
+
+    def tell_failure(
+        self,
+        operation: Literal["save", "restore", "skip"],
+        step: int | None,
+        error: Exception,
+        started: float,
+    ) -> None:
+        """Emits what failed; ``started`` is of ``time.perf_counter()``."""
+        seconds = time.perf_counter() - started
+        process = processes.index()
+        event = events.FailureEvent.of(error, operation, step, process=process, seconds=seconds)
+        events.emit(event, self.sinks)
