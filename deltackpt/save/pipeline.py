@@ -24,9 +24,9 @@ from deltackpt import __about__, codecs, events, processes
 from deltackpt.codecs import Codec
 from deltackpt.errors import OutOfSpace, TrackingError
 from deltackpt.format import blocks, gaps, manifest, names
-from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import GroupEntry, Manifest, Segment
 from deltackpt.policy import Choice, too_large
+from deltackpt.reading.figures import table_figures
 from deltackpt.resources.staging import Staging
 from deltackpt.save import encode, extract, proof
 from deltackpt.save import fields as field_writer
