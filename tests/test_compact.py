@@ -37,7 +37,7 @@ from deltackpt.errors import (
     StepNotFound,
 )
 from deltackpt.format import names
-from deltackpt.reading import reader
+from deltackpt.reading import reader, removal
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.storage import arrays, digests
@@ -413,7 +413,7 @@ def _damaged(root: Path, how: str):
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
-@mock.patch.object(stored, "_GONE_INTERVAL_SECS", 0.0)
+@mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
     write_chain(tmp_path)
     before = {step: contents(tmp_path, step) for step in (3, 4)}

@@ -12,8 +12,8 @@ import pytest
 from test_meshes import STAGING, Job, P
 
 import deltackpt
-from deltackpt.reading import reader, saves
-from deltackpt.reading.reader import Targets
+from deltackpt.reading import saves
+from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.restore import placing
 from deltackpt.save import lineage, snapshot
 from deltackpt.save.flight import Embeddings, PipelineOptions
@@ -175,7 +175,7 @@ def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
         fields = tables.split(state, TABLES).fields
 
         def parts(index: int) -> list[int]:
-            _, targets = reader.empty_buffers(save_.layout, placing.wanted_of(fields))
+            _, targets = empty_buffers(save_.layout, placing.wanted_of(fields))
             assert isinstance(targets, Targets)
             return [part.record.process for part in save_.parts(targets.touch)]
 

@@ -8,6 +8,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from deltackpt import events, processes
@@ -265,7 +266,7 @@ class Restorer:
                 witness = proof.of_restored(split, fresh, run.staging)
         run.lineage.adopt(
             merged.chain[-1],
-            found.target.step_dir,
+            Path(found.target.step_dir),
             layout,
             sizes=sizes,
             clocks=clocks,

@@ -19,7 +19,7 @@ from pathlib import Path
 from deltackpt import codecs, events
 from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import GroupEntry
-from deltackpt.reading import saves
+from deltackpt.reading.figures import table_figures
 from deltackpt.resources.staging import Staging
 from deltackpt.save import part
 from deltackpt.save.lineage import Intent, Lineage
@@ -199,7 +199,7 @@ class PendingSave:
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
             digest_secs=time.perf_counter() - written,
-            tables=saves.table_figures(groups, plan.layout.tables, records),
+            tables=table_figures(groups, plan.layout.tables, records),
         )
 
     def abandon(self) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import os
 import threading
 import time
@@ -34,6 +33,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger import locks
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import saves
 from deltackpt.reading.reader import Progress
@@ -154,19 +154,15 @@ def exclusive(directory: Path) -> Iterator[None]:
     Root.open(directory, read_only=True).close()
     folder = directory / names.COMPACTED
     path = folder / names.COMPACTION_LOCK
-    with contextlib.ExitStack() as stack:
+    if not folder.is_dir():
         with files.typed_errors(path, "be locked"):
-            if not folder.is_dir():
-                folder.mkdir(exist_ok=True)
-                files.fsync_path(directory)
-            lock = stack.enter_context(open(path, "ab"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise AlreadyCompacting(
-                    f"{directory}: expected no other compaction of it, found its lock {path} held "
-                    "by another process; wait until that one has ended"
-                ) from error
+            folder.mkdir(exist_ok=True)
+            files.fsync_path(directory)
+    refusal = AlreadyCompacting(
+        f"{directory}: expected no other compaction of it, found its lock {path} held by another "
+        "process; wait until that one has ended"
+    )
+    with locks.held(path, refusal):
         for entry in folder.iterdir():
             if names.is_compaction(entry.name):
                 files.remove_tree(entry)

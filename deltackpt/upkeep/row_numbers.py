@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from deltackpt.format import gaps, names
+from deltackpt.format import names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import Segment
 from deltackpt.reading import reader
 from deltackpt.reading.reader import HeldRows, Targets
 from deltackpt.reading.saves import StoredPart
-from deltackpt.storage import files
+from deltackpt.storage.store import Spot
 
 
 class RowNumbers:
@@ -22,7 +20,7 @@ class RowNumbers:
     def __init__(self) -> None:
         """Nothing is decoded yet."""
         self._stretch: Span = (0, 0)
-        self._cursors: dict[Path, _Cursor] = {}
+        self._cursors: dict[Spot, _Cursor] = {}
 
     def move(self, stretch: Span) -> None:
         """Goes on to the next stretch."""
@@ -82,12 +80,4 @@ class _Cursor:
     def _decoded(self) -> np.ndarray:
         start = self._chunk * self._entry.chunk_rows
         stop = min(start + self._entry.chunk_rows, self._entry.shape[0])
-        out = np.empty(stop - start, np.dtype(self._entry.dtype))
-        self._part.read_array(self._segment, self._entry, start, stop, out)
-        directory = self._part.directory(self._segment, self._entry)
-        return gaps.decode_gaps(
-            out,
-            total_rows=self._part.groups[self._segment.group].rows,
-            name=files.object_name(directory, 5),
-            after=self._before,
-        )
+        return reader.gap_rows(self._part, self._segment, start, stop, after=self._before)
