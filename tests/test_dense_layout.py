@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import collections
 import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -228,3 +232,29 @@ def test_another_process_writes_its_chunks_only() -> None:
     assert not plan.described
     assert set(plan.files) == {"array_metadatas/process_1"}
     assert not [chunk for chunk in plan.chunks if chunk.key.startswith("numpy")]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    worker = Path(__file__).with_name("dense_layout_worker.py")
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, worker, str(number), str(count), str(port), tmp_path], env=environment
+        )
+        for number in range(count)
+    ]
+    try:
+        assert [job.wait(120) for job in jobs] == [0] * count
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    stock, ours = tmp_path / "stock" / "0" / "dense", tmp_path / "ours"
+    assert ocdbt.read(ours) == ocdbt.read(stock)
+    metadatas = [f"array_metadatas/process_{number}" for number in range(count)]
+    for file in (*_FILES, *metadatas):
+        assert _json(ours / file) == _json(stock / file), file
