@@ -24,7 +24,7 @@ from deltackpt.errors import Disagreement, StorageError
 
 #: What describes an array, below its name.
 ZARRAY = ".zarray"
-#: From this size on a value is referenced instead of copied into 4 KiB pieces: 1 MiB takes 1.3 ms of CPU
+#: From this size on a value is referenced, not copied into 4 KiB pieces: 1 MiB takes 1.3 ms of CPU
 #: instead of 2.2, 16 MiB 5 instead of 26.
 REFERENCED_BYTES = 1 << 20
 _TARGET_DATA_FILE_BYTES = 64 << 20
