@@ -25,7 +25,7 @@ import deltackpt
 from deltackpt.format import manifest
 from deltackpt.resources.staging import Staging
 from deltackpt.save import extract, lineage, pipeline, proof
-from deltackpt.state import tables
+from deltackpt.state.marks import match_marks
 from deltackpt.tracking import fingerprints
 
 _STAGING = Staging(1 << 30)
@@ -144,7 +144,7 @@ def measure_proof(scale: float, rounds: int) -> Sample:
             witness=witness,
             seen={reading.place: reading._replace(clock=before) for reading in readings},
         )
-        stamps = tables.match_marks(marks, parts.layout)
+        stamps = match_marks(marks, parts.layout)
         sources = extract.Sources(parts.layout, parts.fields, stamps, _STAGING)
         sources.stamps.look(intent.since)
         for group, (_, spans), _ in sources.by_rows():

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         OneShot,
     )
     from deltackpt.save.pipeline import Embeddings, PipelineOptions
-    from deltackpt.state.tables import Tables, split
+    from deltackpt.state.choice import Tables
+    from deltackpt.state.tables import split
     from deltackpt.touched import TouchState
     from deltackpt.tracking import fingerprints as fingerprint
 

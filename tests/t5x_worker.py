@@ -27,10 +27,11 @@ with warnings.catch_warnings():
     from t5x.examples.t5 import network
 
     from deltackpt.integrations import t5x as deltackpt_t5x
+    from deltackpt.integrations.t5x import manager as t5x_manager
 
 import deltackpt
 from deltackpt.errors import Damaged
-from deltackpt.integrations import t5x_layout
+from deltackpt.integrations.t5x import layout as t5x_layout
 from deltackpt.ledger import directory
 from deltackpt.options import Timeouts
 
@@ -178,13 +179,13 @@ class Worker(many_worker.Worker):
 
     def spoil(self) -> None:
         """This process finds a step damaged, once."""
-        real = deltackpt_t5x.leaves_of
+        real = t5x_manager.leaves_of
 
         def damaged(found: Any) -> Any:
-            mock.patch.object(deltackpt_t5x, "leaves_of", real).start()
+            mock.patch.object(t5x_manager, "leaves_of", real).start()
             raise Damaged(str(found.path), "what was written", "something else")
 
-        mock.patch.object(deltackpt_t5x, "leaves_of", damaged).start()
+        mock.patch.object(t5x_manager, "leaves_of", damaged).start()
 
     def close(self) -> None:
         """Closes the manager."""

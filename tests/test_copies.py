@@ -39,6 +39,7 @@ from deltackpt.format import manifest, names
 from deltackpt.reading import saves
 from deltackpt.storage import digests, files
 from deltackpt.tiers import copy as copies
+from deltackpt.tiers import directory, objects, places
 from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import collect
 from deltackpt.upkeep.verify import verify_root
@@ -304,7 +305,7 @@ def test_damage_in_an_object_store_is_found_on_the_way_back_and_mended(
     copy(root, **given)
     store = copies._place(bucket, server)
     name = chunk(root / "2").relative_to(root / "2").as_posix()
-    store.write(copies.Unit("2"), name, b"other bytes")
+    store.write(places.Unit("2"), name, b"other bytes")
     with pytest.raises(Damaged, match=f"2/{name}"):
         back(given, tmp_path / "again")
     assert not (tmp_path / "again" / "2").exists()
@@ -316,13 +317,13 @@ def test_damage_in_an_object_store_is_found_on_the_way_back_and_mended(
 
 def test_what_was_not_written_as_it_should_be_is_noticed(run, tmp_path):
     """A disk that keeps other bytes than it was given."""
-    real = copies.Directory.write
+    real = directory.Directory.write
 
     def garbled(self, unit, name, data):
         real(self, unit, name, data[:-1] + b"x" if name.endswith("0/0") else data)
 
     with (
-        mock.patch.object(copies.Directory, "write", garbled),
+        mock.patch.object(directory.Directory, "write", garbled),
         pytest.raises(StorageError, match="found other bytes"),
     ):
         copy(run[0], tmp_path / "target")
@@ -471,7 +472,7 @@ def test_of_copies_of_two_saves_to_one_name_the_later_is_refused(store, run, tmp
         given["target"] = request.getfixturevalue("bucket")
         given["endpoint"] = request.getfixturevalue("server")
     write_chain(tmp_path / "other", 1)
-    real, first = copies.ObjectStore.publish, iter([True])
+    real, first = objects.ObjectStore.publish, iter([True])
 
     def publish(self, unit, expected):
         if next(first, False):
@@ -479,7 +480,7 @@ def test_of_copies_of_two_saves_to_one_name_the_later_is_refused(store, run, tmp
                 copy(tmp_path / "other", **given)
         real(self, unit, expected)
 
-    with mock.patch.object(copies.ObjectStore, "publish", publish):
+    with mock.patch.object(objects.ObjectStore, "publish", publish):
         copy(run[0], **given, steps=[0])
     back(given, tmp_path / "again")
     assert contents(tmp_path / "again", 0) == contents(run[0], 0)
@@ -501,7 +502,7 @@ def test_a_directory_of_others_is_refused_before_anything_is_made_there(run, tmp
 
 
 def test_what_is_removed_at_the_target_meanwhile_is_told(run, tmp_path):
-    real = copies.Directory.publish
+    real = directory.Directory.publish
 
     def publish(self, unit, expected):
         real(self, unit, expected)
@@ -509,7 +510,7 @@ def test_what_is_removed_at_the_target_meanwhile_is_told(run, tmp_path):
             shutil.rmtree(tmp_path / "target" / "compacted")
 
     with (
-        mock.patch.object(copies.Directory, "publish", publish),
+        mock.patch.object(directory.Directory, "publish", publish),
         pytest.raises(InUse, match="something was removed"),
     ):
         copy(run[0], tmp_path / "target")
@@ -536,14 +537,14 @@ def test_whoever_leaves_never_lets_two_hold_the_lock(tmp_path):
 
 
 def test_a_unit_that_lost_files_before_it_is_published_stays_hidden(run, tmp_path):
-    real = copies.Directory.publish
+    real = directory.Directory.publish
 
     def publish(self, unit, expected):
         next(self._staged(unit).rglob("manifest.0.msgpack")).unlink()
         real(self, unit, expected)
 
     with (
-        mock.patch.object(copies.Directory, "publish", publish),
+        mock.patch.object(directory.Directory, "publish", publish),
         pytest.raises(StorageError, match="manifest.0.msgpack removed"),
     ):
         copy(run[0], tmp_path / "target", steps=[0])
@@ -554,7 +555,7 @@ def test_a_unit_that_lost_files_before_it_is_published_stays_hidden(run, tmp_pat
 def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, removed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    real, first = copies.Directory.read, iter([True])
+    real, first = directory.Directory.read, iter([True])
 
     def read(self, unit, name):
         if next(first, False):
@@ -562,7 +563,7 @@ def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, remove
         return real(self, unit, name)
 
     with (
-        mock.patch.object(copies.Directory, "read", read),
+        mock.patch.object(directory.Directory, "read", read),
         pytest.raises(StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")

@@ -29,7 +29,9 @@ import deltackpt
 from deltackpt import cli
 from deltackpt.format import names as layout
 from deltackpt.upkeep import doctor
-from deltackpt.upkeep.doctor import DiskTimes, Finding, Mount
+from deltackpt.upkeep.doctor import disk, machine, versions
+from deltackpt.upkeep.doctor.disk import DiskTimes, Mount
+from deltackpt.upkeep.doctor.findings import Finding
 
 MIB = 1 << 20
 
@@ -277,25 +279,25 @@ a line that is none
     ],
 )
 def test_the_mount_of_a_path_is_the_innermost_and_newest(path, kind, point):
-    mount = doctor.mount_of(path, TABLE)
+    mount = disk.mount_of(path, TABLE)
     assert mount is not None and (mount.kind, mount.point) == (kind, point)
 
 
 def test_options_of_the_mount_and_of_the_file_system_count():
-    mount = doctor.mount_of("/data/over", TABLE)
+    mount = disk.mount_of("/data/over", TABLE)
     assert mount is not None and mount.options == ("ro", "rw", "nobarrier")
 
 
 @given(st.text(), st.text())
 def test_any_text_is_a_table_of_mounts(path, text):
-    doctor.mount_of(path, text)
+    disk.mount_of(path, text)
 
 
 def test_this_process_finds_its_own_mount(tmp_path):
     table = Path("/proc/self/mountinfo")
     if not table.exists():
         pytest.skip("not Linux")
-    mount = doctor.mount_of(os.path.realpath(tmp_path), table.read_text())
+    mount = disk.mount_of(os.path.realpath(tmp_path), table.read_text())
     assert mount is not None and os.path.ismount(mount.point)
 
 
@@ -323,7 +325,7 @@ def mounted(kind: str, *options: str, source: str = "/dev/vda") -> Mount:
     ],
 )
 def test_a_file_system_is_judged_by_what_it_promises(mount, severity, match):
-    found = doctor.file_system_finding(mount)
+    found = disk.file_system_finding(mount)
     assert found.severity == severity and match in found.meaning
     assert severity in ("ok", "note") or found.action
 
@@ -356,13 +358,13 @@ def times(**changes: float) -> DiskTimes:
     ],
 )
 def test_an_fsync_that_returns_at_once_is_not_believed(measured, mount, severity):
-    assert doctor.fsync_finding(measured, mount).severity == severity
+    assert disk.fsync_finding(measured, mount).severity == severity
 
 
 def test_a_slow_disk_says_how_long_a_base_takes():
-    found = doctor.bandwidth_finding(times(large_write_secs=3.0, large_fsync_secs=1.0))
+    found = disk.bandwidth_finding(times(large_write_secs=3.0, large_fsync_secs=1.0))
     assert found.severity == "note" and "64 s" in found.meaning
-    assert doctor.bandwidth_finding(times()).severity == "ok"
+    assert disk.bandwidth_finding(times()).severity == "ok"
 
 
 # The machine and the versions.
@@ -389,7 +391,7 @@ def test_the_tightest_memory_limit_counts(tmp_path, groups, limit):
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert doctor.memory_limit_bytes(groups, tmp_path) == limit
+    assert machine.memory_limit_bytes(groups, tmp_path) == limit
 
 
 def test_huge_pages_are_those_of_the_buffer():
@@ -397,9 +399,9 @@ def test_huge_pages_are_those_of_the_buffer():
         "7f00-7f10 rw-p 00000000 00:00 0\nAnonHugePages:      4096 kB\n"
         "7f10-7f20 rw-p 00000000 00:00 0\nRss: 8 kB\nAnonHugePages:      2048 kB\n"
     )
-    assert doctor.huge_bytes(smaps, 0x7F00) == 4 * MIB
-    assert doctor.huge_bytes(smaps, 0x7F1F) == 2 * MIB
-    assert doctor.huge_bytes(smaps, 0x7F20) == 0
+    assert machine.huge_bytes(smaps, 0x7F00) == 4 * MIB
+    assert machine.huge_bytes(smaps, 0x7F1F) == 2 * MIB
+    assert machine.huge_bytes(smaps, 0x7F20) == 0
 
 
 @pytest.mark.parametrize(
@@ -414,7 +416,9 @@ def test_huge_pages_are_those_of_the_buffer():
     ],
 )
 def test_a_version_is_held_against_the_range(found, required, severity):
-    finding = doctor.version_finding("orbax-checkpoint", found, "<0.13,>=0.12.8", required=required)
+    finding = versions.version_finding(
+        "orbax-checkpoint", found, "<0.13,>=0.12.8", required=required
+    )
     assert finding.severity == severity
     assert severity == "ok" or 'pip install "orbax-checkpoint>=0.12.8,<0.13"' in finding.action
 

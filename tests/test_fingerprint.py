@@ -22,7 +22,8 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import OptionError, SaveFailed, TrackingError
 from deltackpt.format import blocks
-from deltackpt.state.tables import Tables, split
+from deltackpt.state.choice import Tables
+from deltackpt.state.tables import split
 from deltackpt.storage import arrays
 from deltackpt.tracking import stamps
 from deltackpt.tracking.fingerprints import (

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     from t5x.examples.t5 import network
 
     from deltackpt.integrations import t5x as deltackpt_t5x
-    from deltackpt.integrations.t5x_retention import BestByMetric
+    from deltackpt.integrations.t5x.retention import BestByMetric
 
 import deltackpt
 from deltackpt import inspect

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltackpt.errors import MissingExtra, OutOfSpace, StorageError
-from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
+from deltackpt.integrations.t5x.layout import StepLinks, model_dir_of, tables_of
 from deltackpt.state.tables import split
 
 TABLE = "target/token_embedder/embedding"
@@ -100,10 +100,10 @@ def test_a_checkpoint_stands_for_its_model_directory(tmp_path):
 def test_without_t5x_the_drop_in_says_where_to_get_it(monkeypatch):
     for name in ("t5x", "t5x.checkpoints"):
         monkeypatch.setitem(sys.modules, name, None)
-    for name in ("t5x", "t5x_modules"):
-        monkeypatch.delitem(sys.modules, f"deltackpt.integrations.{name}", raising=False)
+    for name in ("manager", "model", "modules", "retention"):
+        monkeypatch.delitem(sys.modules, f"deltackpt.integrations.t5x.{name}", raising=False)
     with pytest.raises(MissingExtra, match="github.com/google-research/t5x"):
-        importlib.import_module("deltackpt.integrations.t5x")
+        importlib.import_module("deltackpt.integrations.t5x").checkpoint_manager()
 
 
 steps = st.sets(st.integers(0, 9))

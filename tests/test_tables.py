@@ -29,7 +29,9 @@ from deltackpt.errors import (
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Layout
 from deltackpt.policy import CodecChoice
-from deltackpt.state.tables import Tables, join, match_touched, split
+from deltackpt.state.choice import Tables
+from deltackpt.state.marks import match_touched
+from deltackpt.state.tables import join, split
 
 
 def table(rows: int, width: int = 4, dtype: Any = jnp.float32, start: float = 0.0) -> jax.Array:

@@ -27,7 +27,8 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import reader, saves
 from deltackpt.storage import digests as integrity
 from deltackpt.upkeep import verify
-from deltackpt.upkeep.verify import RootReport, verify_root
+from deltackpt.upkeep.verdicts import RootReport
+from deltackpt.upkeep.verify import verify_root
 
 GOLDEN = Path(make_golden.__file__).parent
 

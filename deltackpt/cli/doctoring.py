@@ -16,7 +16,7 @@ from deltackpt import units
 from deltackpt.cli import arguments, terminal
 
 if TYPE_CHECKING:
-    from deltackpt.upkeep.doctor import Finding
+    from deltackpt.upkeep.doctor.findings import Finding
 
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _SEVERITY_WIDTH = len("problem") + 2

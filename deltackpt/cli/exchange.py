@@ -196,7 +196,7 @@ def import_(
     with restore_latest() there.
     """
     from deltackpt import interchange
-    from deltackpt.state.tables import Tables
+    from deltackpt.state.choice import Tables
 
     declared = {"**": dict(_slot(text) for text in slots)} if slots else None
     done = interchange.import_orbax(

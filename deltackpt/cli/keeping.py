@@ -13,7 +13,7 @@ from deltackpt.cli import arguments, terminal
 
 if TYPE_CHECKING:
     from deltackpt.upkeep.estimate import RestorePlan
-    from deltackpt.upkeep.verify import RootReport, StepVerdict
+    from deltackpt.upkeep.verdicts import RootReport, StepVerdict
 
 
 @click.command(

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from deltackpt.errors import OptionError
 from deltackpt.format import names
-from deltackpt.state.tables import Tables
+from deltackpt.state.choice import Tables
 
 _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 

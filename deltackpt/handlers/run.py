@@ -15,7 +15,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.options import ManagerOptions
 from deltackpt.resources.staging import Staging
 from deltackpt.save.lineage import Lineage, new_run
-from deltackpt.state.tables import Tables
+from deltackpt.state.choice import Tables
 from deltackpt.tracking.fingerprints import RowTracker
 
 

@@ -11,9 +11,10 @@ Example:
   >>> ck.at(1200)["tables/users"][[3, 5, 8]]  # doctest: +SKIP
 """
 
-from deltackpt.inspect.changes import Diff, History, TableDiff
+from deltackpt.inspect.changes import Diff, TableDiff
 from deltackpt.inspect.checkpoints import Checkpoints, Save, open
 from deltackpt.inspect.dense import DenseItem, DenseLeaf
+from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import LazyArray
 from deltackpt.inspect.statistics import Statistics
 from deltackpt.inspect.step import Step, Table

@@ -3,63 +3,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from deltackpt import codecs
-from deltackpt.errors import MissingExtra, RestoreError, StepGone, StepNotFound, TemplateMismatch
+from deltackpt.errors import MissingExtra, RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs
-from deltackpt.format.blocks import Rows, Span
-from deltackpt.format.manifest import FieldSpec, Layout, SaveId, TableEntry
+from deltackpt.format.blocks import Rows
+from deltackpt.format.manifest import FieldSpec, Layout, TableEntry
 from deltackpt.inspect import html
-from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves, buffers_of
-from deltackpt.reading import reader
+from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves
 from deltackpt.reading import saves as stored
 from deltackpt.reading.saves import StoredSave
 
 #: Quantiles that ``TableDiff.quantiles`` gives by default.
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class History:
-    """Values of some rows of one field over the steps.
-
-    Attributes:
-      table: name of the table.
-      field: ``values``, or ``slot.<name>``.
-      steps: int64 (steps,), ascending; those without the table are left out.
-      rows: int64 (rows,), as they were asked for.
-      values: (steps, rows, *trailing) of the table's dtype; 0 where the table had no such row yet.
-      written: bool (steps, rows): whether the save of the step holds the row; a base holds all.
-      present: bool (steps, rows): whether the table had such a row.
-    """
-
-    table: str
-    field: str
-    steps: np.ndarray
-    rows: np.ndarray
-    values: np.ndarray
-    written: np.ndarray
-    present: np.ndarray
-
-    def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``: a line for each step and row, a column for each number.
-
-        Raises:
-          MissingExtra: pandas is not installed.
-        """
-        steps, rows = len(self.steps), len(self.rows)
-        flat = self.values.reshape(steps * rows, math.prod(self.values.shape[2:]))
-        index = pandas().MultiIndex.from_product([self.steps, self.rows], names=["step", "row"])
-        frame = pandas().DataFrame(flat, index=index)
-        frame.insert(0, "written", self.written.reshape(-1))
-        return frame[self.present.reshape(-1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +101,7 @@ class Diff:
     only_b: tuple[str, ...]
 
     def __getitem__(self, table: str) -> TableDiff:
-        return self.tables[_named(table, self.tables)]
+        return self.tables[named(table, self.tables)]
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with the columns norm and relative, by table and row.
@@ -177,7 +138,7 @@ def touched(
 ) -> dict[str, np.ndarray]:
     """Rows of tables that a save holds; see ``Checkpoints.touched``."""
     known = [table.name for table in save.head.tables]
-    names = known if tables is None else [_named(table, known) for table in tables]
+    names = known if tables is None else [named(table, known) for table in tables]
     return {
         table.name: _rows_of(save, table, numbers, blocks.VALUES)
         for table in save.head.tables
@@ -185,7 +146,8 @@ def touched(
     }
 
 
-def _named(table: str, known: Iterable[str]) -> str:
+def named(table: str, known: Iterable[str]) -> str:
+    """The table that a name means."""
     return globs.meant(table, known, TemplateMismatch)
 
 
@@ -202,7 +164,7 @@ def _rows_of(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: st
     return found[0] if len(found) == 1 else np.unique(np.concatenate(found))
 
 
-def _holds(
+def holds(
     save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str, rows: np.ndarray
 ) -> np.ndarray:
     """Whether a save holds each of some ascending rows of a field of a table, bool (rows,)."""
@@ -230,204 +192,6 @@ def _held(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) 
         raise
 
 
-def history(
-    read: Callable[[int], StoredSave],
-    saves_of: Callable[[int], Saves],
-    steps: Sequence[int],
-    table: str,
-    rows: np.ndarray,
-    field: str,
-    *,
-    all_steps: bool,
-) -> History:
-    """See ``Checkpoints.history``.
-
-    Args:
-      read: the save of a step.
-      saves_of: the chain of a step; asked for only where the parent was not read before.
-      steps: the steps, ascending.
-      table: the table.
-      rows: int (rows,), in any order.
-      field: the field.
-      all_steps: whether steps that are removed meanwhile are left out.
-    """
-    asked = _checked_rows(rows)
-    table = _named(table, _tables_at(read, steps, all_steps))
-    ordered, within = np.unique(asked, return_inverse=True)
-    walk = _Walk(read, saves_of, table, field, ordered)
-    states: dict[int, _State] = {}
-    for step in steps:
-        try:
-            state = walk.at(read(step))
-        except (StepNotFound, StepGone):
-            if not all_steps:
-                raise
-            continue
-        if state is not None:
-            states[step] = state
-    if not states:
-        raise TemplateMismatch(
-            f"table {table!r}, field {field!r}: expected in a step of those asked for, found in "
-            "none; see step.tables"
-        )
-    kinds = {(state.values.shape[1:], state.values.dtype) for state in states.values()}
-    if len(kinds) > 1:
-        raise TemplateMismatch(
-            f"table {table!r}, field {field!r}: expected one shape of rows and one dtype, found "
-            f"{_kinds_text(states)}; ask for steps of one kind"
-        )
-    most = max(state.total_rows for state in states.values())
-    if ordered.size and ordered[-1] >= most:
-        raise TemplateMismatch(
-            f"table {table!r}: expected rows within [0, {most}), found row {int(ordered[-1])}; ask "
-            "for rows that a step holds"
-        )
-    return History(
-        table=table,
-        field=field,
-        steps=np.array(list(states), np.int64),
-        rows=asked,
-        values=np.stack([state.values for state in states.values()])[:, within],
-        written=np.stack([state.written for state in states.values()])[:, within],
-        present=np.stack([ordered < state.total_rows for state in states.values()])[:, within],
-    )
-
-
-def _tables_at(
-    read: Callable[[int], StoredSave], steps: Sequence[int], all_steps: bool
-) -> set[str]:
-    """Names of the tables of some steps."""
-    found: set[str] = set()
-    for step in steps:
-        try:
-            found.update(table.name for table in read(step).head.tables)
-        except (StepNotFound, StepGone):
-            if not all_steps:
-                raise
-    return found
-
-
-def _kinds_text(states: Mapping[int, _State]) -> str:
-    """Each kind of rows with the first step that has it."""
-    first: dict[str, int] = {}
-    for step, state in states.items():
-        values = state.values
-        first.setdefault(f"{values.dtype.name}{list(values.shape[1:])}", step)
-    return ", ".join(f"{kind} from step {step} on" for kind, step in first.items())
-
-
-def _checked_rows(rows: np.ndarray) -> np.ndarray:
-    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-        raise TemplateMismatch(
-            f"rows: expected row numbers, found an array {rows.dtype.name}{list(rows.shape)}; give "
-            "a number or a list of numbers"
-        )
-    found = rows.astype(np.int64)
-    if found.size and found.min() < 0:
-        raise TemplateMismatch(
-            f"rows: expected numbers from 0 on, found {int(found.min())}; count from the start"
-        )
-    return found
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _State:
-    """Rows of one field as a save leaves them; ``values`` and ``written`` as in ``History``."""
-
-    total_rows: int
-    values: np.ndarray
-    written: np.ndarray
-
-
-class _Walk:
-    """The states of some rows at one step after the other; each save is read once."""
-
-    def __init__(
-        self,
-        read: Callable[[int], StoredSave],
-        saves_of: Callable[[int], Saves],
-        table: str,
-        field: str,
-        rows: np.ndarray,
-    ):
-        """For ascending rows without repetition."""
-        self._read_save = read
-        self._saves_of = saves_of
-        self._table = table
-        self._field = field
-        self._rows = rows
-        self._numbers = RowNumbers()
-        #: None where a save has no such table.
-        self._values: dict[SaveId, np.ndarray | None] = {}
-
-    def at(self, save: StoredSave) -> _State | None:
-        """The state that a save leaves; None where it has no such table and field."""
-        found = entry_of(save.layout, self._table, self._field)
-        if found is None:
-            return None
-        table, _ = found
-        values = self._values_at(save)
-        assert values is not None
-        held = _holds(save, table, self._numbers, self._field, self._rows)
-        return _State(table.rows, values, held)
-
-    def _values_at(self, save: StoredSave) -> np.ndarray | None:
-        unread = self._unread(save)
-        if unread is not None:
-            with contextlib.suppress(RestoreError):  # There may be another way: a compacted base.
-                return self._merged(unread)
-        chain = self._saves_of(save.info.save_id.step).chain
-        if chain[-1].info.save_id != save.info.save_id:
-            raise stored.gone(save.step_dir, instead="read")
-        return stored.read_whole(chain, self._merged)
-
-    def _unread(self, save: StoredSave) -> list[StoredSave] | None:
-        """What has to be merged up to a save, oldest first; None where a parent is not there."""
-        found = [save]
-        while (parent := found[-1].info.parent) is not None and parent.save_id not in self._values:
-            try:
-                found.append(self._read_save(parent.save_id.step))
-            except RestoreError:
-                return None
-            if found[-1].info.save_id != parent.save_id:
-                return None
-        return found[::-1]
-
-    def _merged(self, saves: Sequence[StoredSave]) -> np.ndarray | None:
-        """The rows after saves, of which the first is a base, or has a parent that was read."""
-        parent = saves[0].info.parent
-        values = None if parent is None else self._values[parent.save_id]
-        for save in saves:
-            save_id = save.info.save_id
-            if save_id not in self._values:
-                self._values[save_id] = self._read(save, values)
-            values = self._values[save_id]
-        return values
-
-    def _read(self, save: StoredSave, parent: np.ndarray | None) -> np.ndarray | None:
-        """The rows as a save leaves them, those of its parent given."""
-        found = entry_of(save.layout, self._table, self._field)
-        if found is None:
-            return None
-        table, spec = found
-        count = int(np.searchsorted(self._rows, table.rows))
-        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
-        ends = np.cumsum([len(buffer) for buffer in buffers])
-        if parent is not None:
-            for buffer, end in zip(buffers, ends, strict=True):
-                buffer[...] = parent[end - len(buffer) : end]
-        reader.fill((save,), targets, numbers=self._numbers, over_parent=parent is not None)
-        values = np.zeros((len(self._rows), *spec.trailing), codecs.dtype_of(spec.dtype))
-        for buffer, end in zip(buffers, ends, strict=True):
-            values[end - len(buffer) : end] = buffer
-        return values
-
-
-def _spans(rows: np.ndarray) -> list[Span]:
-    """The spans of ascending rows."""
-    return list(blocks.joined((int(row), int(row) + 1) for row in rows))
-
-
 def diff(a: Saves, b: Saves, tables: Sequence[str] | None, field: str) -> Diff:
     """See ``Checkpoints.diff``."""
     of_a, of_b = _fields(a.layout, field), _fields(b.layout, field)
@@ -438,7 +202,7 @@ def diff(a: Saves, b: Saves, tables: Sequence[str] | None, field: str) -> Diff:
             "step; see step.tables"
         )
     known = of_a.keys() | of_b.keys()
-    wanted = known if tables is None else {_named(table, known) for table in tables}
+    wanted = known if tables is None else {named(table, known) for table in tables}
     if unknown := wanted - of_a.keys() - of_b.keys():
         raise TemplateMismatch(
             f"tables {sorted(unknown)}, field {field!r}: expected some of "
@@ -479,6 +243,7 @@ def _fields(layout: Layout, field: str) -> dict[str, _Field]:
 
 
 def _kind(found: _Field) -> tuple[tuple[int, ...], str]:
+    """Whether a save has the field of a table."""
     return found[1].trailing, found[1].dtype
 
 

@@ -22,8 +22,9 @@ from deltackpt.events import TableFigures
 from deltackpt.format import blocks
 from deltackpt.format import names as layout
 from deltackpt.format.manifest import Kind, SaveId
-from deltackpt.inspect import changes, html
-from deltackpt.inspect.changes import Diff, History
+from deltackpt.inspect import changes, history, html
+from deltackpt.inspect.changes import Diff
+from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import RowNumbers, Saves
 from deltackpt.inspect.step import Place, Step, place_of
 from deltackpt.ledger.directory import Root, find_item
@@ -294,7 +295,7 @@ class Checkpoints:
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
             places = {step: place_of(self._root.step_dir(step)) for step in self.steps}
-            found = changes.history(
+            found = history.history(
                 self._read,
                 self._saves,
                 wanted,

@@ -29,7 +29,7 @@ from deltackpt.handlers.iterators import (
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import DeltaOptions, ManagerOptions
 from deltackpt.outcomes import Saved
-from deltackpt.state.tables import Tables
+from deltackpt.state.choice import Tables
 
 #: The item of a step that holds the position of the data iterator.
 DATA_ITEM = "data"

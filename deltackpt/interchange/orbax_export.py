@@ -27,7 +27,7 @@ from deltackpt.interchange.target import Exported, exported, local_path, publish
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.reading.reader import Progress
-from deltackpt.state.tables import Tables
+from deltackpt.state.choice import Tables
 
 _ITEM = "default"
 _FULL = ("No space left on device", "Disk quota exceeded")

@@ -16,7 +16,8 @@ from deltackpt.interchange.target import local_path
 from deltackpt.ledger.directory import Root
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
-from deltackpt.state.tables import Tables, join, split
+from deltackpt.state.choice import Tables
+from deltackpt.state.tables import join, split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

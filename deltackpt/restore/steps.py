@@ -33,8 +33,9 @@ from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
-from deltackpt.state import tables, touch_state
-from deltackpt.state.tables import Split, Tables
+from deltackpt.state import marks, tables, touch_state
+from deltackpt.state.choice import Tables
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.tracking import stamps
 
@@ -305,7 +306,7 @@ def joined(
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
     placed = merged.placed or placing.place(merged, expected.fields)
     found_in = [touch_state.fresh(marks.state, identity) for marks in expected.marks]
-    known = {table for state in found_in for table in tables.matched(state, expected.layout)}
+    known = {table for state in found_in for table in marks.matched(state, expected.layout)}
     others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
     fresh = stamps.init(others, identity=identity)
     for state in found_in:

@@ -35,7 +35,8 @@ from deltackpt.save.extract import Copying, Dispatched, Landed, Owned, SegmentSo
 from deltackpt.save.fields import Place, StoredArrays
 from deltackpt.save.lineage import Clocks, Intent, Lineage, Reading
 from deltackpt.save.rendezvous import Rendezvous
-from deltackpt.state.tables import Split, match_marks
+from deltackpt.state.marks import match_marks
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage import arrays, files
 from deltackpt.storage import digests as integrity

@@ -27,7 +27,8 @@ from deltackpt.format.manifest import GroupEntry, Layout
 from deltackpt.resources.staging import Staging
 from deltackpt.save.extract import FieldSource, Sources, Where
 from deltackpt.save.lineage import Clocks, Intent, Reading
-from deltackpt.state.tables import Split, match_marks, matched
+from deltackpt.state.marks import match_marks, matched
+from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.tracking.fingerprints import check_marked, fingerprints, on_devices
 

@@ -14,13 +14,12 @@ import dataclasses
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
 
 from deltackpt.errors import (
-    OptionError,
     TableSelectionError,
     TemplateMismatch,
     TrackingError,
@@ -30,7 +29,9 @@ from deltackpt.format import blocks
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, path_name
 from deltackpt.policy import CodecChoice
 from deltackpt.state import paths, slots, touch_state
-from deltackpt.state.groups import CodecOption, TableFields, group_tables
+from deltackpt.state.choice import Tables
+from deltackpt.state.groups import TableFields, group_tables
+from deltackpt.state.nesting import dense_at, nested
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import Marks, TouchSite, TouchState
 
@@ -38,49 +39,6 @@ from deltackpt.state.touch_state import Marks, TouchSite, TouchState
 _REMEMBERED = 16
 #: Fewer bytes of slots in the dense part of each save cost nothing worth a warning.
 _DENSE_SLOT_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Tables:
-    """The user's choice of tables; make it once, since it remembers the layouts that it found.
-
-    Attributes:
-      select: paths of the tables in the state; optimizer states are never searched. ``*`` stays
-        within one step of a path, ``**`` crosses them.
-      slots: None finds slots by optax's tree mapping; an empty mapping declares that there are
-        none (optimizer states are then saved whole, and a warning says so where that is much).
-        Else table path pattern to slot name to the slot's path, in which ``{table}`` stands for the
-        table's path and ``{name}`` for its last step; the tables that no pattern matches keep the
-        slots that are found.
-      always: names of slots whose rows all move at every step, written whole at each save;
-        a pattern matches the whole name or its last step. Adafactor's are known.
-      codec: how the tables' values are stored: the name of a codec for the rows of deltas, a
-        ``BitWidthPolicy`` that chooses one, or a ``CodecChoice``; for all tables or by table
-        path pattern (the first that matches; ``raw`` where none does). Lossy codecs are taken
-        only where they are asked for.
-      slot_codec: likewise for the tables' slots.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
-      >>> parts = split(state, Tables(select="params/emb"))
-      >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
-      (['params/emb'], ['w'])
-    """
-
-    select: Select
-    slots: Mapping[str, Mapping[str, Select]] | None = None
-    always: Sequence[str] = ()
-    codec: CodecOption = "raw"
-    slot_codec: CodecOption = "raw"
-
-    def __post_init__(self) -> None:
-        paths.check_select(self.select)
-        for option in (self.codec, self.slot_codec):
-            for given in option.values() if isinstance(option, Mapping) else [option]:
-                CodecChoice.of(given)
-        if self.slots is not None and not isinstance(self.slots, Mapping):
-            raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -203,7 +161,7 @@ def join(
         if field in fields[table.name]
     }
     if template is None:
-        return _nested(layout, by_name, dense)
+        return nested(layout, by_name, dense)
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     _, treedef = paths.flatten(template, touch_state.is_touch_state)
     leaves: list[Any] = list(flat.leaves)
@@ -220,7 +178,7 @@ def join(
             leaves[i] = by_name[name]
             continue
         try:
-            leaves[i] = _dense_at(dense, _dense_key(path))
+            leaves[i] = dense_at(dense, _dense_key(path))
         except KeyError:
             missing.append(name)
     if missing:
@@ -229,79 +187,6 @@ def join(
             "restore with a template of the saved structure, or without one"
         )
     return tree_util.tree_unflatten(treedef, leaves)
-
-
-def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
-    """Finds the stamps of each table: table name to key in ``touched.stamps``.
-
-    A key names the table whose path it is, else the one table whose path ends with it (``track``
-    sees paths within the params only).
-
-    Raises:
-      TrackingError: a table has no stamps, two tables share some, or the numbers of rows differ.
-    """
-    found = matched(touched, layout)
-    for table in layout.tables:
-        if table.name not in found:
-            raise _without_stamps(table.name, touched.stamps)
-    return found
-
-
-def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, Any]]:
-    """The stamps of each table: table name to place to stamps, (rows,) int32.
-
-    Args:
-      marks: the TouchStates of a save; a table may have stamps in any of them.
-      layout: the tables.
-
-    Raises:
-      TrackingError: a table has no stamps in any, or as for ``match_touched``.
-    """
-    found: dict[str, dict[str, Any]] = {table.name: {} for table in layout.tables}
-    for place, touched in marks:
-        for table, key in matched(touched, layout).items():
-            found[table][place] = touched.stamps[key]
-    if bare := [table for table, stamps in found.items() if not stamps]:
-        known = {key for _, touched in marks for key in touched.stamps}
-        raise _without_stamps(bare[0], known)
-    return found
-
-
-def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
-    return TrackingError(
-        f"table {table}: no stamps of it in the TouchState, which has\n{paths.listed(known)}\n"
-        "initialise it with every table"
-    )
-
-
-def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
-    """Table name to the key of its stamps, of those tables that have some.
-
-    Raises:
-      TrackingError: two tables share stamps, or the numbers of rows differ.
-    """
-    found: dict[str, str] = {}
-    for table in layout.tables:
-        steps = table.name.split("/")
-        ends = ("/".join(steps[i:]) for i in range(len(steps)))
-        key = next((end for end in ends if end in touched.stamps), None)
-        if key is None:
-            continue
-        found[table.name] = key
-        rows = touched.stamps[key].shape[0]
-        if rows != table.rows:
-            raise TrackingError(
-                f"table {table.name}: expected {table.rows} stamps, found {rows} under {key!r}; "
-                "initialise the TouchState again with the tables as they are"
-            )
-    for key in found.values():
-        sharing = [name for name, other in found.items() if other == key]
-        if len(sharing) > 1:
-            raise TrackingError(
-                f"stamps {key!r} fit more than one table:\n{paths.listed(sharing)}\n"
-                "name the stamps by the tables' whole paths"
-            )
-    return found
 
 
 def _plan_of(state: Any, tables: Tables, leaves: list[Any], treedef: Any) -> _Plan:
@@ -555,15 +440,6 @@ def _dense_key(path: KeyPath) -> tuple[str, ...]:
     )
 
 
-def _dense_at(dense: Mapping[str, Any], key: tuple[str, ...]) -> Any:
-    node: Any = dense
-    for step in key:
-        if not isinstance(node, Mapping):
-            raise KeyError(step)
-        node = node[step]
-    return node
-
-
 def _plain_empty(leaf: Any) -> Any:
     """None, or an empty container of a plain type for one that Orbax would not know."""
     if not paths.is_empty(leaf) or leaf is None:
@@ -596,36 +472,3 @@ def _put_touched(site: TouchSite, leaves: list[Any], touched: TouchState | None)
     (position,) = site.positions
     structure = tree_util.tree_structure(leaves[position])
     leaves[position] = tree_util.tree_unflatten(structure, tree_util.tree_leaves(content))
-
-
-def _nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
-    """Nested dicts and lists of all leaves, by their typed key paths."""
-    root: dict[Any, Any] = {}
-    stored = (path for table in layout.tables for path in table.leaves.values())
-    found: list[tuple[KeyPath, Any]] = [
-        (path, by_name[path_name(path)]) for path in stored if path_name(path) in by_name
-    ]
-    for leaf in layout.dense:
-        with contextlib.suppress(KeyError):  # dense leaves may be restored in part
-            found.append((leaf.path, _dense_at(dense, leaf.key)))
-    for path, value in found:
-        node = root
-        for entry in path[:-1]:
-            node = node.setdefault(entry, {})
-        node[path[-1]] = value
-    return _typed(root)
-
-
-def _typed(node: Any) -> Any:
-    """Turns a dict with key entries as keys into a list or a plain dict."""
-    if not isinstance(node, dict) or not all(_is_entry(key) for key in node):
-        return node
-    items = {key[1]: _typed(child) for key, child in node.items()}
-    if node and all(key[0] == "seq" for key in node):
-        # A hole is a part of the state that had no leaf, or was not asked for.
-        return [items.get(i) for i in range(max(items) + 1)]
-    return items
-
-
-def _is_entry(key: Any) -> bool:
-    return isinstance(key, tuple) and len(key) == 2

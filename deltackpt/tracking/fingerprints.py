@@ -20,7 +20,7 @@ from jax import lax
 from deltackpt.errors import TrackingError
 from deltackpt.format import blocks
 from deltackpt.format.manifest import Layout
-from deltackpt.state.tables import match_touched
+from deltackpt.state.marks import match_touched
 from deltackpt.state.touch_state import UNKNOWN, TouchState
 from deltackpt.tracking import stamps as stamping
 from deltackpt.tracking.bits import bits, folded

@@ -13,18 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
-
-from deltackpt import codecs
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
@@ -34,127 +28,23 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
 )
-from deltackpt.format import blocks, chain, manifest
+from deltackpt.format import chain
 from deltackpt.format import names as layout
-from deltackpt.format.blocks import Span
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, SaveId, Segment
+from deltackpt.format.manifest import Manifest, SaveId
 from deltackpt.ledger import directory as root
-from deltackpt.reading import bounds, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import Progress
-from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.resources import memory
-from deltackpt.storage import arrays, digests, files
+from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Inventory
+from deltackpt.upkeep.structure import structure_problems
+from deltackpt.upkeep.verdicts import Problem, RootReport, SaveReport, StepVerdict, Stops
 
 #: How often the directory is listed anew where a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
 #: Retention removes a chain step by step, so a missing parent may precede its children's end.
 _CHECKS = 5
 _INTERVAL_SECS = 0.1
-
-#: What a problem keeps from being restored: the save and those whose chains go through it, the
-#: step alone, or nothing, since no restore reads it.
-Stops = Literal["chain", "step", "nothing"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Something that is not as it was written.
-
-    Attributes:
-      object_name: path below the root.
-      expected: what should be there.
-      found: what is there.
-      stops: what cannot be restored because of it.
-    """
-
-    object_name: str
-    expected: str
-    found: str
-    stops: Stops
-
-    def __str__(self) -> str:
-        return f"{self.object_name}: expected {self.expected}, found {self.found}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveReport:
-    """What was found of one save: a step, or a compacted base.
-
-    Attributes:
-      name: its path below the root: ``120``, or ``compacted/120``.
-      kind: base or delta; None where its manifest cannot be read.
-      save_id: its identity; None likewise.
-      parent: step directory of its parent; None where it has none, or that is not known.
-      file_count: files that were read.
-      nbytes: bytes of these.
-      problems: what is wrong with it.
-      notes: what was not checked, and why.
-    """
-
-    name: str
-    kind: str | None
-    save_id: SaveId | None
-    parent: str | None
-    file_count: int
-    nbytes: int
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-
-    def stops(self, *what: Stops) -> bool:
-        """Whether one of its problems stops such things."""
-        return any(problem.stops in what for problem in self.problems)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepVerdict:
-    """Whether a step can be restored.
-
-    Attributes:
-      step: the step.
-      restorable: whether it can, bit for bit.
-      chain: names of the saves that restoring it reads, base first; empty where it cannot.
-      broken_by: why it cannot: the saves that are damaged, or what is wrong with its chain.
-    """
-
-    step: int
-    restorable: bool
-    chain: tuple[str, ...] = ()
-    broken_by: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RootReport:
-    """What was found of a directory.
-
-    Attributes:
-      directory: the directory.
-      steps: whether each step can be restored, in ascending order.
-      saves: what was found of each save that was verified.
-      problems: everything that is wrong: with the directory itself (its leases), then with each of
-        its saves.
-      notes: what is left of cut saves, deletions and compactions, and names that are not known;
-        none of it is damage.
-      file_count: files that were read.
-      bytes_read: bytes of these.
-      seconds: wall time.
-    """
-
-    directory: str
-    steps: tuple[StepVerdict, ...]
-    saves: tuple[SaveReport, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    file_count: int
-    bytes_read: int
-    seconds: float
-
-    @property
-    def intact(self) -> bool:
-        """Whether nothing is damaged and every step can be restored."""
-        return not self.problems and all(step.restorable for step in self.steps)
 
 
 def verify_root(
@@ -525,149 +415,6 @@ class _Meter:
             self.done += count
             if self._progress is not None:
                 self._progress(self.done, max(self.done, self._total))
-
-
-def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
-    """What the records of a save say that cannot be, although each of them is intact.
-
-    Args:
-      save: a save whose files are as its digests say; row numbers are read from them.
-
-    Yields:
-      What it is of below the item's directory, what was expected, what was found.
-
-    Raises:
-      Damaged: an array is missing or altered.
-    """
-    parts = save.parts()
-    bounds.check_paths(save.layout, save.name)
-    yield from _disagreements(save.head, [part.record for part in parts])
-    held: dict[tuple[str, str], list[tuple[Span | None, blocks.Rows]]] = {}
-    for part in parts:
-        for segment in part.record.segments:
-            place = f"{layout.part_dir(Path(), part.record.process)}/{segment.name}"
-            wrong = list(_segment_problems(part, segment))
-            yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
-            if not wrong:
-                rows = reader.segment_rows(part, segment)
-                group = part.groups[segment.group]
-                for spec in group.fields:
-                    if spec.name in segment.fields:
-                        split = group.columns(spec) is not None
-                        columns = segment.columns if split else None
-                        held.setdefault((group.name, spec.name), []).append((columns, rows))
-    for group in save.head.groups:
-        yield from _coverage_problems(save.head, group, held)
-
-
-def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
-    """Where what several processes wrote does not fit together."""
-    for record in records:
-        name = layout.manifest_name(record.process)
-        for field in ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c"):
-            wanted, found = getattr(head, field), getattr(record, field)
-            if wanted != found:
-                yield name, f"{field} {wanted} as process 0 says", f"{field} {found}"
-    for part, record in zip(head.parts, records, strict=False):
-        name = layout.manifest_name(part.process)
-        if record.process != part.process:
-            yield name, f"the part of process {part.process}", f"that of {record.process}"
-        if part.nbytes != (own := _own_bytes(record)):
-            yield name, f"{part.nbytes} bytes of arrays as the index says", f"{own}"
-        if part.covers != record.covers:
-            yield name, "the covers that the index says", "others"
-    if head.parts:
-        for group in head.groups:
-            wanted = group.rows * sum(manifest.width(spec.trailing) for spec in group.fields)
-            found = sum(record.owned_cells.get(group.name, 0) for record in records)
-            if found != wanted:
-                name = layout.manifest_name(0)
-                yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
-
-
-def _own_bytes(record: Manifest) -> int:
-    return sum(entry.nbytes for segment in record.segments for entry in segment.arrays)
-
-
-def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with a segment by itself: what of it, what was expected, what was found."""
-    part.check(segment)  # As many chunks as there should be.
-    for entry in segment.arrays:
-        directory = part.directory(segment, entry)
-        below = directory.relative_to(part.item_dir).as_posix()
-        known = part.checksums.get(below, {})
-        for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
-            chunk = arrays.chunk_path(directory, entry, number).relative_to(directory).as_posix()
-            if chunk not in known:
-                yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
-        if entry.name.endswith(f".{codecs.BESIDE_AT}"):
-            at = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
-            part.read_array(segment, entry, 0, len(at), at)
-            if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
-                yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"
-
-
-def _coverage_problems(
-    head: Manifest,
-    group: GroupEntry,
-    held: Mapping[tuple[str, str], Sequence[tuple[Span | None, blocks.Rows]]],
-) -> Iterator[tuple[str, str, str]]:
-    """Rows that no segment holds although one must, and rows that two segments hold."""
-    for spec in group.fields:
-        found = held.get((group.name, spec.name), [])
-        for columns, rows in _by_columns(group, spec, found):
-            starts, stops, reached = _sorted_spans(rows)
-            twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
-            missing = group.rows - (sum(map(len, rows)) - twice)
-            name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
-            if twice:
-                yield name, "each row in one segment", f"{twice} rows in two"
-            if (head.kind == "base" or spec.always) and missing:
-                holes = reached[:-1][starts > reached[:-1]]
-                first = int(holes[0] if len(holes) else reached[-1])
-                text = f"{missing} rows in none, the first of them {first}"
-                yield name, f"all {group.rows} rows", text
-
-
-def _by_columns(
-    group: GroupEntry, spec: FieldSpec, found: Sequence[tuple[Span | None, blocks.Rows]]
-) -> Iterator[tuple[Span, list[blocks.Rows]]]:
-    """The columns of a field, cut where segments begin and end, with the rows held of each."""
-    whole = group.columns(spec) or (0, 1)
-    spans = [columns or whole for columns, _ in found]
-    cuts = sorted({*whole, *(bound for span in spans for bound in span)})
-    for first, last in itertools.pairwise(cuts):
-        yield (
-            (first, last),
-            [
-                rows
-                for span, (_, rows) in zip(spans, found, strict=True)
-                if span[0] <= first and last <= span[1]
-            ],
-        )
-
-
-def _sorted_spans(held: Sequence[blocks.Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans of rows in the order of their starts: as many as are held, however long the table is.
-
-    Returns:
-      Starts and ends, int64 (n,); and (n + 1,) the end of the rows that those before hold.
-    """
-    found = []
-    for rows in held:
-        if isinstance(rows, np.ndarray):
-            cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-            ends = np.append(cuts[1:], len(rows)) - 1 if len(rows) else cuts
-            found.append((rows[cuts], rows[ends] + 1))
-        else:
-            spans = np.array(blocks.spans_of(rows), np.int64).reshape(-1, 2)
-            found.append((spans[:, 0], spans[:, 1]))
-    nothing = np.empty(0, np.int64)
-    starts = np.concatenate([nothing, *(one for one, _ in found)])
-    stops = np.concatenate([nothing, *(one for _, one in found)])
-    order = np.argsort(starts, kind="stable")
-    starts, stops = starts[order], stops[order]
-    return starts, stops, np.maximum.accumulate(np.concatenate([[0], stops]))
 
 
 def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5X's checkpoints through deltackpt: a drop-in for its ``checkpoint_manager_cls``.
-
-With T5X's own launcher a run needs a few lines of gin, and no change of its code::
-
-    from deltackpt.integrations import t5x as deltackpt_t5x
-
-    utils.SaveCheckpointConfig.checkpoint_manager_cls = @deltackpt_t5x.checkpoint_manager()
-    utils.RestoreCheckpointConfig.checkpoint_manager_cls = @deltackpt_t5x.checkpoint_manager()
-
-The training step needs no line either: the rows that changed are found at each save. Files and
-names are described in ``t5x_layout``.
-"""
+"""The manager that T5X is given, and the settings that make it."""
 
 from __future__ import annotations
 
@@ -38,10 +27,10 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.handlers.agreement import Processes
-from deltackpt.integrations.t5x_layout import StepLinks, model_dir_of, tables_of
-from deltackpt.integrations.t5x_model import ModelLeaves, cast, flat, leaves_of, taken
-from deltackpt.integrations.t5x_modules import checkpoints, utils
-from deltackpt.integrations.t5x_retention import retention_of
+from deltackpt.integrations.t5x.layout import StepLinks, model_dir_of, tables_of
+from deltackpt.integrations.t5x.model import ModelLeaves, cast, flat, leaves_of, taken
+from deltackpt.integrations.t5x.modules import checkpoints, utils
+from deltackpt.integrations.t5x.retention import retention_of
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import orbax.checkpoint as ocp
 
-from deltackpt.integrations.t5x_modules import checkpoints
+from deltackpt.integrations.t5x.modules import checkpoints
 from deltackpt.policy.retention import PreservationPolicy
 
 _policies = ocp.checkpoint_managers

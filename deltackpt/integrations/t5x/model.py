@@ -15,7 +15,7 @@ from flax import traverse_util
 from deltackpt import inspect
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format.globs import listed
-from deltackpt.integrations.t5x_modules import state_utils
+from deltackpt.integrations.t5x.modules import state_utils
 
 
 class ModelLeaves:

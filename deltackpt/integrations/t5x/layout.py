@@ -24,8 +24,8 @@ from typing import Any
 from flax import traverse_util
 
 from deltackpt.format import globs
+from deltackpt.state.choice import Tables
 from deltackpt.state.groups import CodecOption
-from deltackpt.state.tables import Tables
 from deltackpt.storage import files
 
 #: The directory of our steps in T5X's model directory.

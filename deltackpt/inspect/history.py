@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of rows of a table over the steps, read along each chain once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import RestoreError, StepGone, StepNotFound, TemplateMismatch
+from deltackpt.format import blocks
+from deltackpt.format.blocks import Span
+from deltackpt.format.manifest import SaveId
+from deltackpt.inspect.changes import entry_of, holds, named, pandas
+from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
+from deltackpt.reading import reader
+from deltackpt.reading import saves as stored
+from deltackpt.reading.saves import StoredSave
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class History:
+    """Values of some rows of one field over the steps.
+
+    Attributes:
+      table: name of the table.
+      field: ``values``, or ``slot.<name>``.
+      steps: int64 (steps,), ascending; those without the table are left out.
+      rows: int64 (rows,), as they were asked for.
+      values: (steps, rows, *trailing) of the table's dtype; 0 where the table had no such row yet.
+      written: bool (steps, rows): whether the save of the step holds the row; a base holds all.
+      present: bool (steps, rows): whether the table had such a row.
+    """
+
+    table: str
+    field: str
+    steps: np.ndarray
+    rows: np.ndarray
+    values: np.ndarray
+    written: np.ndarray
+    present: np.ndarray
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame``: a line for each step and row, a column for each number.
+
+        Raises:
+          MissingExtra: pandas is not installed.
+        """
+        steps, rows = len(self.steps), len(self.rows)
+        flat = self.values.reshape(steps * rows, math.prod(self.values.shape[2:]))
+        index = pandas().MultiIndex.from_product([self.steps, self.rows], names=["step", "row"])
+        frame = pandas().DataFrame(flat, index=index)
+        frame.insert(0, "written", self.written.reshape(-1))
+        return frame[self.present.reshape(-1)]
+
+
+def history(
+    read: Callable[[int], StoredSave],
+    saves_of: Callable[[int], Saves],
+    steps: Sequence[int],
+    table: str,
+    rows: np.ndarray,
+    field: str,
+    *,
+    all_steps: bool,
+) -> History:
+    """See ``Checkpoints.history``.
+
+    Args:
+      read: the save of a step.
+      saves_of: the chain of a step; asked for only where the parent was not read before.
+      steps: the steps, ascending.
+      table: the table.
+      rows: int (rows,), in any order.
+      field: the field.
+      all_steps: whether steps that are removed meanwhile are left out.
+    """
+    asked = _checked_rows(rows)
+    table = named(table, _tables_at(read, steps, all_steps))
+    ordered, within = np.unique(asked, return_inverse=True)
+    walk = _Walk(read, saves_of, table, field, ordered)
+    states: dict[int, _State] = {}
+    for step in steps:
+        try:
+            state = walk.at(read(step))
+        except (StepNotFound, StepGone):
+            if not all_steps:
+                raise
+            continue
+        if state is not None:
+            states[step] = state
+    if not states:
+        raise TemplateMismatch(
+            f"table {table!r}, field {field!r}: expected in a step of those asked for, found in "
+            "none; see step.tables"
+        )
+    kinds = {(state.values.shape[1:], state.values.dtype) for state in states.values()}
+    if len(kinds) > 1:
+        raise TemplateMismatch(
+            f"table {table!r}, field {field!r}: expected one shape of rows and one dtype, found "
+            f"{_kinds_text(states)}; ask for steps of one kind"
+        )
+    most = max(state.total_rows for state in states.values())
+    if ordered.size and ordered[-1] >= most:
+        raise TemplateMismatch(
+            f"table {table!r}: expected rows within [0, {most}), found row {int(ordered[-1])}; ask "
+            "for rows that a step holds"
+        )
+    return History(
+        table=table,
+        field=field,
+        steps=np.array(list(states), np.int64),
+        rows=asked,
+        values=np.stack([state.values for state in states.values()])[:, within],
+        written=np.stack([state.written for state in states.values()])[:, within],
+        present=np.stack([ordered < state.total_rows for state in states.values()])[:, within],
+    )
+
+
+def _tables_at(
+    read: Callable[[int], StoredSave], steps: Sequence[int], all_steps: bool
+) -> set[str]:
+    """Names of the tables of some steps."""
+    found: set[str] = set()
+    for step in steps:
+        try:
+            found.update(table.name for table in read(step).head.tables)
+        except (StepNotFound, StepGone):
+            if not all_steps:
+                raise
+    return found
+
+
+def _kinds_text(states: Mapping[int, _State]) -> str:
+    """Each kind of rows with the first step that has it."""
+    first: dict[str, int] = {}
+    for step, state in states.items():
+        values = state.values
+        first.setdefault(f"{values.dtype.name}{list(values.shape[1:])}", step)
+    return ", ".join(f"{kind} from step {step} on" for kind, step in first.items())
+
+
+def _checked_rows(rows: np.ndarray) -> np.ndarray:
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise TemplateMismatch(
+            f"rows: expected row numbers, found an array {rows.dtype.name}{list(rows.shape)}; give "
+            "a number or a list of numbers"
+        )
+    found = rows.astype(np.int64)
+    if found.size and found.min() < 0:
+        raise TemplateMismatch(
+            f"rows: expected numbers from 0 on, found {int(found.min())}; count from the start"
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _State:
+    """Rows of one field as a save leaves them; ``values`` and ``written`` as in ``History``."""
+
+    total_rows: int
+    values: np.ndarray
+    written: np.ndarray
+
+
+class _Walk:
+    """The states of some rows at one step after the other; each save is read once."""
+
+    def __init__(
+        self,
+        read: Callable[[int], StoredSave],
+        saves_of: Callable[[int], Saves],
+        table: str,
+        field: str,
+        rows: np.ndarray,
+    ):
+        """For ascending rows without repetition."""
+        self._read_save = read
+        self._saves_of = saves_of
+        self._table = table
+        self._field = field
+        self._rows = rows
+        self._numbers = RowNumbers()
+        #: None where a save has no such table.
+        self._values: dict[SaveId, np.ndarray | None] = {}
+
+    def at(self, save: StoredSave) -> _State | None:
+        """The state that a save leaves; None where it has no such table and field."""
+        found = entry_of(save.layout, self._table, self._field)
+        if found is None:
+            return None
+        table, _ = found
+        values = self._values_at(save)
+        assert values is not None
+        held = holds(save, table, self._numbers, self._field, self._rows)
+        return _State(table.rows, values, held)
+
+    def _values_at(self, save: StoredSave) -> np.ndarray | None:
+        unread = self._unread(save)
+        if unread is not None:
+            with contextlib.suppress(RestoreError):  # There may be another way: a compacted base.
+                return self._merged(unread)
+        chain = self._saves_of(save.info.save_id.step).chain
+        if chain[-1].info.save_id != save.info.save_id:
+            raise stored.gone(save.step_dir, instead="read")
+        return stored.read_whole(chain, self._merged)
+
+    def _unread(self, save: StoredSave) -> list[StoredSave] | None:
+        """What has to be merged up to a save, oldest first; None where a parent is not there."""
+        found = [save]
+        while (parent := found[-1].info.parent) is not None and parent.save_id not in self._values:
+            try:
+                found.append(self._read_save(parent.save_id.step))
+            except RestoreError:
+                return None
+            if found[-1].info.save_id != parent.save_id:
+                return None
+        return found[::-1]
+
+    def _merged(self, saves: Sequence[StoredSave]) -> np.ndarray | None:
+        """The rows after saves, of which the first is a base, or has a parent that was read."""
+        parent = saves[0].info.parent
+        values = None if parent is None else self._values[parent.save_id]
+        for save in saves:
+            save_id = save.info.save_id
+            if save_id not in self._values:
+                self._values[save_id] = self._read(save, values)
+            values = self._values[save_id]
+        return values
+
+    def _read(self, save: StoredSave, parent: np.ndarray | None) -> np.ndarray | None:
+        """The rows as a save leaves them, those of its parent given."""
+        found = entry_of(save.layout, self._table, self._field)
+        if found is None:
+            return None
+        table, spec = found
+        count = int(np.searchsorted(self._rows, table.rows))
+        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
+        ends = np.cumsum([len(buffer) for buffer in buffers])
+        if parent is not None:
+            for buffer, end in zip(buffers, ends, strict=True):
+                buffer[...] = parent[end - len(buffer) : end]
+        reader.fill((save,), targets, numbers=self._numbers, over_parent=parent is not None)
+        values = np.zeros((len(self._rows), *spec.trailing), codecs.dtype_of(spec.dtype))
+        for buffer, end in zip(buffers, ends, strict=True):
+            values[end - len(buffer) : end] = buffer
+        return values
+
+
+def _spans(rows: np.ndarray) -> list[Span]:
+    """The spans of ascending rows."""
+    return list(blocks.joined((int(row), int(row) + 1) for row in rows))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stamps of each table among the TouchStates of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from deltackpt.errors import (
+    TrackingError,
+)
+from deltackpt.format.manifest import Layout
+from deltackpt.state import paths
+from deltackpt.state.touch_state import Marks, TouchState
+
+
+def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
+    """Finds the stamps of each table: table name to key in ``touched.stamps``.
+
+    A key names the table whose path it is, else the one table whose path ends with it (``track``
+    sees paths within the params only).
+
+    Raises:
+      TrackingError: a table has no stamps, two tables share some, or the numbers of rows differ.
+    """
+    found = matched(touched, layout)
+    for table in layout.tables:
+        if table.name not in found:
+            raise _without_stamps(table.name, touched.stamps)
+    return found
+
+
+def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, Any]]:
+    """The stamps of each table: table name to place to stamps, (rows,) int32.
+
+    Args:
+      marks: the TouchStates of a save; a table may have stamps in any of them.
+      layout: the tables.
+
+    Raises:
+      TrackingError: a table has no stamps in any, or as for ``match_touched``.
+    """
+    found: dict[str, dict[str, Any]] = {table.name: {} for table in layout.tables}
+    for place, touched in marks:
+        for table, key in matched(touched, layout).items():
+            found[table][place] = touched.stamps[key]
+    if bare := [table for table, stamps in found.items() if not stamps]:
+        known = {key for _, touched in marks for key in touched.stamps}
+        raise _without_stamps(bare[0], known)
+    return found
+
+
+def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
+    return TrackingError(
+        f"table {table}: no stamps of it in the TouchState, which has\n{paths.listed(known)}\n"
+        "initialise it with every table"
+    )
+
+
+def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
+    """Table name to the key of its stamps, of those tables that have some.
+
+    Raises:
+      TrackingError: two tables share stamps, or the numbers of rows differ.
+    """
+    found: dict[str, str] = {}
+    for table in layout.tables:
+        steps = table.name.split("/")
+        ends = ("/".join(steps[i:]) for i in range(len(steps)))
+        key = next((end for end in ends if end in touched.stamps), None)
+        if key is None:
+            continue
+        found[table.name] = key
+        rows = touched.stamps[key].shape[0]
+        if rows != table.rows:
+            raise TrackingError(
+                f"table {table.name}: expected {table.rows} stamps, found {rows} under {key!r}; "
+                "initialise the TouchState again with the tables as they are"
+            )
+    for key in found.values():
+        sharing = [name for name, other in found.items() if other == key]
+        if len(sharing) > 1:
+            raise TrackingError(
+                f"stamps {key!r} fit more than one table:\n{paths.listed(sharing)}\n"
+                "name the stamps by the tables' whole paths"
+            )
+    return found

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An object store as a place of copies, through TensorStore's key-value drivers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from deltackpt.errors import (
+    Damaged,
+    StorageError,
+)
+from deltackpt.format import manifest
+from deltackpt.format import names as layout
+from deltackpt.format.chain import SaveInfo
+from deltackpt.storage import digests as integrity
+from deltackpt.storage.digests import Digest, Digests
+from deltackpt.tiers.places import (
+    OTHER_COPY,
+    Unit,
+    check_bytes,
+    differs,
+    gone,
+    head_name,
+)
+
+
+class ObjectStore:
+    """Units in a key-value store of TensorStore: S3, Google Cloud Storage and others."""
+
+    def __init__(self, spec: str | Mapping[str, Any], name: str, item: str):
+        self.name = name.rstrip("/")
+        self.item = item
+        with self._refusals("open it"):
+            self._store: Any = ts.KvStore.open(spec).result()
+
+    def __enter__(self) -> ObjectStore:
+        """Nothing needs to be held: whoever else copies a save writes the same objects.
+
+        Whoever copies another one under its name is refused by its claim.
+        """
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was held."""
+
+    def steps(self) -> list[int]:
+        """See ``Place``."""
+        names = [key.removesuffix(".msgpack") for key in self._keys(f"{layout.COPIED}/")]
+        return [int(name) for name in names if layout.step_number(name) is not None]
+
+    def in_use(self) -> str | None:
+        """See ``Place``; no trainer commits to an object store."""
+        return None
+
+    def info(self, unit: Unit) -> SaveInfo | None:
+        """See ``Place``."""
+        marker = self._marker(unit)
+        if marker is None:
+            return None
+        name = head_name(unit, self.item)
+        shown = f"{self.name}/{unit.name}/{name}"
+        if name not in marker:
+            raise Damaged(shown, "a manifest", "none that the marker knows", OTHER_COPY)
+        data = self.read(unit, name)
+        check_bytes(shown, data, marker[name])
+        head = manifest.from_bytes(data, name=shown)
+        return SaveInfo(
+            save_id=head.save_id,
+            kind=head.kind,
+            parent=head.parent,
+            step_dir=unit.step_dir,
+            nbytes=head.nbytes,
+        )
+
+    def digests(self, unit: Unit) -> dict[str, Digest]:
+        """See ``Place``."""
+        marker = self._marker(unit)
+        if marker is None:
+            raise gone(self, unit)
+        return marker
+
+    def read(self, unit: Unit, name: str) -> bytes:
+        """See ``Place``."""
+        data = self._get(f"{unit.name}/{name}")
+        if data is None:
+            raise Damaged(f"{self.name}/{unit.name}/{name}", "an object", "none", OTHER_COPY)
+        return data
+
+    def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
+        """See ``Place``."""
+        marker = self._marker(unit)
+        if marker is None:
+            return False
+        head = head_name(unit, self.item)
+        if head not in marker or marker[head][:3] != expected[head][:3]:
+            raise differs(f"{self.name}/{unit.name}", "the marker of another save")
+        present = self._keys(f"{unit.name}/")
+        whole = all(name in present for name in expected) and {
+            name: digest[:3] for name, digest in expected.items()
+        } == {name: digest[:3] for name, digest in marker.items()}
+        if whole and recheck:
+            whole = all(self._is(unit, name, digest) for name, digest in expected.items())
+        return whole
+
+    def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
+        """See ``Place``; the name is claimed before any object is written."""
+        key = f"{layout.COPIED}/{unit.name}.claim"
+        with self._refusals(f"write {key}"):
+            found = self._store.read(key).result()
+            if found.state != "value":
+                # Of two that come at the same moment one is refused, and reads the other's.
+                claim = self._claim(unit, expected)
+                self._store.write(key, claim, if_equal=found.stamp.generation).result()
+        self._require_claim(unit, expected)
+        with self._refusals(f"delete the marker of {unit.name}"):
+            self._store.write(self._marker_key(unit), None).result()
+
+    def discard(self, unit: Unit) -> None:
+        """See ``Place``: objects without a marker are none."""
+
+    def written(self, unit: Unit, name: str, expected: Digest) -> bool:
+        """See ``Place``."""
+        return self._is(unit, name, expected)
+
+    def write(self, unit: Unit, name: str, data: bytes) -> None:
+        """See ``Place``."""
+        self._put(f"{unit.name}/{name}", data)
+
+    def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
+        """See ``Place``."""
+        self._require_claim(unit, expected)
+        self._put(self._marker_key(unit), integrity.digests_bytes(Digests.of(expected)))
+
+    def _claim(self, unit: Unit, expected: Mapping[str, Digest]) -> bytes:
+        """What says which save a name belongs to: the digest of its first manifest."""
+        head = head_name(unit, self.item)
+        return integrity.digests_bytes(Digests.of({head: expected[head]}))
+
+    def _require_claim(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
+        key = f"{layout.COPIED}/{unit.name}.claim"
+        if self._get(key) != self._claim(unit, expected):
+            raise differs(f"{self.name}/{unit.name}", f"that {key} claims it for another save")
+
+    def _is(self, unit: Unit, name: str, expected: Digest) -> bool:
+        data = self._get(f"{unit.name}/{name}")
+        return data is not None and integrity.digest_bytes(data)[:3] == expected[:3]
+
+    def _marker_key(self, unit: Unit) -> str:
+        return layout.copied_name(unit.name)
+
+    def _marker(self, unit: Unit) -> dict[str, Digest] | None:
+        key = self._marker_key(unit)
+        data = self._get(key)
+        if data is None:
+            return None
+        found = integrity.digests_from(data, name=f"{self.name}/{key}")
+        return {name: found.digest(name) for name in found.files}
+
+    def _get(self, key: str) -> bytes | None:
+        with self._refusals(f"read {key}"):
+            found = self._store.read(key).result()
+        return bytes(found.value) if found.state == "value" else None
+
+    def _put(self, key: str, data: bytes) -> None:
+        with self._refusals(f"write {key}"):
+            self._store.write(key, data).result()
+
+    def _keys(self, prefix: str) -> set[str]:
+        """Keys that begin so, without the beginning."""
+        stop = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        with self._refusals(f"list {prefix}"):
+            found = self._store.list(ts.KvStore.KeyRange(prefix, stop)).result()
+        return {key.decode().removeprefix(prefix) for key in found}
+
+    @contextlib.contextmanager
+    def _refusals(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+            raise StorageError(
+                f"{self.name}: expected to {action}, found: {str(error).splitlines()[0]}; check "
+                "the URL, the endpoint and the credentials, then copy again"
+            ) from error
+
+
+def folder_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec whose path is a folder."""
+    path = str(spec.get("path", "")).rstrip("/")
+    return {**spec, "path": f"{path}/" if path else ""}

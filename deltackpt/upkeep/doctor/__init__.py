@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may stand in the way of saves and restores: a directory, the machine, the versions.
+
+Neither jax nor Orbax is imported, nor needs to be installed. Measuring and judging are apart: the
+``*_finding`` functions are pure.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from deltackpt import units
+from deltackpt.upkeep.doctor.disk import (
+    LEAST_ROOM_BYTES,
+    bandwidth_finding,
+    file_system_finding,
+    fsync_finding,
+    measure,
+    mount_of,
+    room_findings,
+    semantics_findings,
+)
+from deltackpt.upkeep.doctor.findings import (
+    SCHEME,
+    SCRATCH,
+    Area,
+    Finding,
+    file_text,
+)
+from deltackpt.upkeep.doctor.machine import (
+    huge_page_findings,
+    memory_finding,
+    open_files_finding,
+    processors_finding,
+    shared_memory_finding,
+)
+from deltackpt.upkeep.doctor.steps import content_findings
+from deltackpt.upkeep.doctor.versions import checksum_findings, version_findings
+
+
+def examine(
+    directory: str | os.PathLike[str] | None = None, *, read_only: bool = False
+) -> tuple[Finding, ...]:
+    """Looks at a directory of checkpoints, the machine and the installed packages.
+
+    It measures in a temporary directory inside ``directory``, which is removed whatever happens.
+
+    Args:
+      directory: root of the steps, or where they are to be; None for the machine alone.
+      read_only: write nothing, so measure nothing that needs writing.
+
+    Returns:
+      What was found; the directory first.
+    """
+    found: list[Finding] = []
+    if directory is not None:
+        found += _examine_directory(os.fspath(directory), read_only=read_only)
+    found += [memory_finding(), shared_memory_finding(), open_files_finding(), processors_finding()]
+    found += _unless_missing("machine", "huge pages", huge_page_findings)
+    found += version_findings()
+    found += _unless_missing("software", "checksums", checksum_findings)
+    return tuple(found)
+
+
+def _unless_missing(
+    area: Area, subject: str, look: Callable[[], Iterable[Finding]]
+) -> Iterable[Finding]:
+    """What is found, or that a package is missing that it takes to look."""
+    try:
+        return list(look())
+    except ImportError as error:
+        return [
+            Finding(
+                area=area,
+                subject=subject,
+                severity="problem",
+                found=f"cannot be looked at: {error}",
+                action="install what is missing: pip install deltackpt",
+            )
+        ]
+
+
+# The directory.
+
+
+def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
+    look = functools.partial(content_findings, directory, read_only=read_only)
+    yield from _unless_missing("directory", "contents", look)
+    if SCHEME.match(directory):
+        return
+    path = Path(directory).absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    mount = mount_of(os.path.realpath(existing), file_text("/proc/self/mountinfo"))
+    yield file_system_finding(mount, read_only=read_only)
+    yield from room_findings(existing)
+    if read_only or existing != path or not os.access(path, os.W_OK | os.X_OK):
+        return
+    room = shutil.disk_usage(path).free
+    if room < LEAST_ROOM_BYTES:
+        yield Finding(
+            area="directory",
+            subject="measurement",
+            severity="warning",
+            found=f"not done: {units.size(room)} free",
+            meaning="What is left may be needed by a trainer.",
+            action="free some space and run this again",
+        )
+        return
+    try:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=path) as scratch:
+            yield from semantics_findings(Path(scratch))
+            times = measure(Path(scratch))
+    except OSError as error:
+        yield Finding(
+            area="directory",
+            subject="writing",
+            severity="problem",
+            found=os.strerror(error.errno or 0),
+            meaning="A trainer cannot save here.",
+            action="check the owner, the permissions and the mount of the directory",
+        )
+        return
+    yield fsync_finding(times, mount)
+    yield bandwidth_finding(times)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a directory holds: steps, leftovers and its lease."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from deltackpt.errors import Damaged, DeltackptError
+from deltackpt.format import names as layout
+from deltackpt.upkeep.doctor.findings import (
+    SCHEME,
+    SCRATCH,
+    Finding,
+    ago_text,
+)
+
+
+def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
+    """Steps, leftovers and the lease."""
+    from deltackpt.ledger.directory import Root
+
+    path = Path(directory).absolute()
+    if not SCHEME.match(directory) and not path.exists():
+        yield Finding(
+            area="directory",
+            subject="directory",
+            severity="warning",
+            found=f"{path}: there is none",
+            meaning="A trainer makes it. Below is what holds of the directory above it.",
+            action=f"check the spelling, or: mkdir -p {path}",
+        )
+        return
+    try:
+        with contextlib.closing(Root.open(directory, read_only=True)) as opened:
+            steps = sorted(opened.steps())
+        names = sorted(os.listdir(path))
+    except (DeltackptError, OSError) as error:
+        yield Finding(
+            area="directory",
+            subject="directory",
+            severity="problem",
+            found=str(error),
+            meaning="Neither a trainer nor a reader can open it.",
+        )
+        return
+    writable = read_only or os.access(path, os.W_OK | os.X_OK)
+    yield Finding(
+        area="directory",
+        subject="directory",
+        severity="ok" if writable else "problem",
+        found=str(path) if writable else f"{path}: not writable for this user",
+        meaning="" if writable else "Steps can be restored (access='read'), none can be saved.",
+        action="" if writable else "check its owner and permissions, or run this as the trainer",
+    )
+    newest = f", newest {steps[-1]}" if steps else ""
+    yield Finding(
+        area="directory",
+        subject="steps",
+        severity="ok",
+        found=f"{len(steps)} committed{newest}",
+        figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
+    )
+    yield from _leftovers(path, names)
+    yield from _lease(path, names)
+
+
+def _leftovers(path: Path, names: Iterable[str]) -> Iterator[Finding]:
+    from deltackpt.ledger.directory import is_leftover
+
+    now = time.time()
+    cut = {name: _age_secs(path / name, now) for name in names if is_leftover(name)}
+    if cut:
+        yield Finding(
+            area="directory",
+            subject="unfinished steps",
+            severity="note",
+            found=", ".join(f"{name} ({ago_text(age)})" for name, age in cut.items()),
+            meaning="A save in flight, or one that was cut off; readers never look at it.",
+            action="none: the next trainer that opens the directory removes what was cut off",
+            figures={"ages_secs": cut},
+        )
+    for subject, found, meaning, action in (
+        (
+            "moved-aside steps",
+            sorted(path.glob(f"{layout.ROLLED_BACK}/*/[0-9]*")),
+            "Steps after one that was restored and gone on from. They take room.",
+            f"once nobody wants them: rm -r {path / layout.ROLLED_BACK}",
+        ),
+        (
+            "deleted steps",
+            sorted(path.glob(f"{layout.TRASH}/*/*")),
+            "Retention has taken them out, and they are being removed.",
+            "none: the trainer removes them, or the next one does",
+        ),
+        (
+            "unfinished compactions",
+            [p for p in path.glob(f"{layout.COMPACTED}/*") if layout.is_compaction(p.name)],
+            "A compaction at work, or one that was cut off.",
+            "none: the next compaction removes what was cut off",
+        ),
+        (
+            "measurements cut off",
+            [path / name for name in names if name.startswith(SCRATCH)],
+            "This command was killed while it measured.",
+            f"unless another one runs: rm -r {path}/{SCRATCH}*",
+        ),
+    ):
+        if found:
+            shown = ", ".join(entry.name for entry in found[:5])
+            yield Finding(
+                area="directory",
+                subject=subject,
+                severity="note",
+                found=f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}",
+                meaning=meaning,
+                action=action,
+                figures={"count": len(found)},
+            )
+
+
+def _age_secs(path: Path, now: float) -> float | None:
+    """Age of a file or directory; None where it is gone meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return round(now - path.stat().st_mtime, 1)
+    return None
+
+
+def _lease(path: Path, names: Iterable[str]) -> Iterator[Finding]:
+    from deltackpt.ledger.directory import read_lease
+
+    newest = max((epoch for name in names if (epoch := layout.lease_epoch(name))), default=None)
+    if newest is None:
+        return
+    try:
+        lease = read_lease(path / layout.lease_name(newest))
+    except Damaged:
+        yield Finding(
+            area="directory",
+            subject="lease",
+            severity="note",
+            found=f"epoch {newest}, not signed",
+            meaning="A trainer that is starting, or was killed while it did.",
+            action="none: the next trainer takes the next epoch",
+            figures={"epoch": newest},
+        )
+        return
+    runs = lease.runs
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))
+    state = {True: ", which runs", False: ", which has ended", None: ""}[runs]
+    yield Finding(
+        area="directory",
+        subject="lease",
+        severity="ok" if runs is False else "note",
+        found=f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since {since}",
+        meaning="" if runs is False else "Another trainer that opens the directory takes it over.",
+        action="" if runs is False else "give each trainer a directory of its own",
+        figures={**dataclasses.asdict(lease), "runs": runs},
+    )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verifying found: problems of saves, verdicts of steps, a report of the directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from deltackpt.format.manifest import SaveId
+
+#: What a problem keeps from being restored: the save and those whose chains go through it, the
+#: step alone, or nothing, since no restore reads it.
+Stops = Literal["chain", "step", "nothing"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that is not as it was written.
+
+    Attributes:
+      object_name: path below the root.
+      expected: what should be there.
+      found: what is there.
+      stops: what cannot be restored because of it.
+    """
+
+    object_name: str
+    expected: str
+    found: str
+    stops: Stops
+
+    def __str__(self) -> str:
+        return f"{self.object_name}: expected {self.expected}, found {self.found}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What was found of one save: a step, or a compacted base.
+
+    Attributes:
+      name: its path below the root: ``120``, or ``compacted/120``.
+      kind: base or delta; None where its manifest cannot be read.
+      save_id: its identity; None likewise.
+      parent: step directory of its parent; None where it has none, or that is not known.
+      file_count: files that were read.
+      nbytes: bytes of these.
+      problems: what is wrong with it.
+      notes: what was not checked, and why.
+    """
+
+    name: str
+    kind: str | None
+    save_id: SaveId | None
+    parent: str | None
+    file_count: int
+    nbytes: int
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    def stops(self, *what: Stops) -> bool:
+        """Whether one of its problems stops such things."""
+        return any(problem.stops in what for problem in self.problems)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepVerdict:
+    """Whether a step can be restored.
+
+    Attributes:
+      step: the step.
+      restorable: whether it can, bit for bit.
+      chain: names of the saves that restoring it reads, base first; empty where it cannot.
+      broken_by: why it cannot: the saves that are damaged, or what is wrong with its chain.
+    """
+
+    step: int
+    restorable: bool
+    chain: tuple[str, ...] = ()
+    broken_by: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RootReport:
+    """What was found of a directory.
+
+    Attributes:
+      directory: the directory.
+      steps: whether each step can be restored, in ascending order.
+      saves: what was found of each save that was verified.
+      problems: everything that is wrong: with the directory itself (its leases), then with each of
+        its saves.
+      notes: what is left of cut saves, deletions and compactions, and names that are not known;
+        none of it is damage.
+      file_count: files that were read.
+      bytes_read: bytes of these.
+      seconds: wall time.
+    """
+
+    directory: str
+    steps: tuple[StepVerdict, ...]
+    saves: tuple[SaveReport, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    file_count: int
+    bytes_read: int
+    seconds: float
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is damaged and every step can be restored."""
+        return not self.problems and all(step.restorable for step in self.steps)
