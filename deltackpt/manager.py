@@ -34,8 +34,8 @@ from deltackpt.outcomes import ReadRows, Restored, Saved
 from deltackpt.policy import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.restore.steps import Items, RowRanges, Service
-from deltackpt.save import exits, pipeline
-from deltackpt.save.pipeline import Embeddings, SaveReport
+from deltackpt.save import exits, snapshot
+from deltackpt.save.flight import Embeddings, SaveReport
 from deltackpt.save.proof import TrackingVerifier
 from deltackpt.state.touch_state import Marks, TouchState
 
@@ -207,7 +207,7 @@ class CheckpointManager:
                 marks = (Marks("", self._run.tracker.touched),)
             else:
                 marks = Embeddings(split=split, touched=touched).marks
-            clocks = pipeline.clocks_of(split, marks)
+            clocks = snapshot.clocks_of(split, marks)
             return self._run.lineage.next(clocks=clocks, layout=split.layout)
 
     def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
@@ -239,7 +239,7 @@ class CheckpointManager:
             split = self._saver.split(state)
             marks = Embeddings(split=split, touched=touched).marks
             try:
-                return self._verifier.verify(split, marks, pipeline.clocks_of(split, marks))
+                return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
             except TrackingError:
                 self._run.lineage.distrust("verify_tracking found rows that are not marked")
                 raise

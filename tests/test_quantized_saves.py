@@ -30,7 +30,8 @@ from deltackpt.errors import (
 from deltackpt.events import PrometheusSink
 from deltackpt.format import manifest
 from deltackpt.reading import saves
-from deltackpt.save import encode, extract
+from deltackpt.save import extract
+from deltackpt.save.pieces import HostPiece
 
 ROWS, WIDTH = 3000, 16
 LOSSY = ["bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric4", "greedy2", "adaptive3"]
@@ -247,7 +248,7 @@ def test_column_shards_too_narrow_to_gain_are_stored_raw(tmp_path):
 
 def test_encoding_needs_no_implicit_transfer(tmp_path):
     with jax.transfer_guard("disallow"):
-        pieces = encode.HostPiece(np.ones((10, 16), np.float32))
+        pieces = HostPiece(np.ones((10, 16), np.float32))
         assert pieces.encoded(codecs.get("adaptive4")).held.all()
 
 

@@ -13,8 +13,8 @@ from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import Saved
 from deltackpt.restore.steps import Items
-from deltackpt.save import pipeline
-from deltackpt.save.pipeline import PendingSave, RefusedSave
+from deltackpt.save import rendezvous
+from deltackpt.save.flight import PendingSave, RefusedSave
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.state.touch_state import TouchState
 
@@ -125,7 +125,7 @@ class Background:
     def _rendezvous(self, step: int) -> Rendezvous:
         step_dir = self._run.root.step_dir(step)
         temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
-        return pipeline.rendezvous(temporary, self._run.options.timeouts.processes_secs)
+        return rendezvous.of_this_process(temporary, self._run.options.timeouts.processes_secs)
 
     def written(self) -> None:
         """All files of this process are written."""

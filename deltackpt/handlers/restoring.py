@@ -8,6 +8,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from deltackpt import events, processes
@@ -28,7 +29,7 @@ from deltackpt.outcomes import ReadRows, Restored
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
-from deltackpt.save import pipeline, proof
+from deltackpt.save import proof, snapshot
 from deltackpt.save.lineage import Clocks, Reading, new_run
 from deltackpt.state import tables, touch_state
 from deltackpt.state.touch_state import TouchState
@@ -260,12 +261,12 @@ class Restorer:
             run.tracker.start(kept.fields, kept.layout, identity)
         elif fresh is not None:
             split = tables.split(state, run.choice)
-            clocks = dataclasses.replace(clocks, windows=pipeline.clocks_of(split, ()).windows)
+            clocks = dataclasses.replace(clocks, windows=snapshot.clocks_of(split, ()).windows)
             if run.options.deltas.sampled_proof:
                 witness = proof.of_restored(split, fresh, run.staging)
         run.lineage.adopt(
             merged.chain[-1],
-            found.target.step_dir,
+            Path(found.target.step_dir),
             layout,
             sizes=sizes,
             clocks=clocks,

@@ -35,8 +35,8 @@ from deltackpt.handlers.orbax_private import barrier_secs
 from deltackpt.handlers.run import Run
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
-from deltackpt.save import pipeline
-from deltackpt.save.pipeline import (
+from deltackpt.save import snapshot
+from deltackpt.save.flight import (
     Embeddings,
     PendingSave,
     PipelineOptions,
@@ -173,7 +173,7 @@ class Saver:
         )
         attempt = run.lineage.attempts + 1
         try:
-            return pipeline.snapshot(embeddings, step, run.root.step_dir(step))
+            return snapshot.take(embeddings, step, run.root.step_dir(step))
         except Exception as error:
             if run.among.count == 1:
                 raise
@@ -222,7 +222,7 @@ class Saver:
         """Forgets a restore that was only looked at: training goes on with what it had before."""
         lineage = self._run.lineage
         marks = Embeddings(split=split, touched=touched).marks
-        if lineage.go_back(pipeline.clocks_of(split, marks)):
+        if lineage.go_back(snapshot.clocks_of(split, marks)):
             self._run.restored = lineage.restored
 
     def _warn_of_tracking(self) -> None:
