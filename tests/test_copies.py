@@ -36,12 +36,12 @@ from deltackpt.errors import (
     TargetDiffers,
 )
 from deltackpt.format import manifest, names
+from deltackpt.ledger import locks
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.tiers import copy as copies
 from deltackpt.tiers import directory, objects, places
 from deltackpt.tiers.copy import copy
-from deltackpt.upkeep import collect
 from deltackpt.upkeep.verify import verify_root
 
 GOLDEN = Path(make_golden.__file__).parent
@@ -520,7 +520,7 @@ def test_whoever_leaves_never_lets_two_hold_the_lock(tmp_path):
     """The first one ends after the second has opened the file, and before it locks it."""
     first = copies._place(tmp_path, None)
     first.__enter__()
-    real, once = collect.fcntl.flock, iter([True])
+    real, once = locks.fcntl.flock, iter([True])
 
     def flock(file, operation):
         if next(once, False):
@@ -528,7 +528,7 @@ def test_whoever_leaves_never_lets_two_hold_the_lock(tmp_path):
         real(file, operation)
 
     with (
-        mock.patch.object(collect.fcntl, "flock", flock),
+        mock.patch.object(locks.fcntl, "flock", flock),
         copies._place(tmp_path, None),
         pytest.raises(InUse),
         copies._place(tmp_path, None),

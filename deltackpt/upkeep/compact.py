@@ -36,7 +36,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import locks
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import saves
-from deltackpt.reading.reader import Progress
+from deltackpt.reading.meter import Meter, Progress
 from deltackpt.resources import priority
 from deltackpt.storage import files, parts
 from deltackpt.upkeep.fold import Folded, fold, least_memory_bytes, ready
@@ -235,12 +235,12 @@ def _by_threads(
     planned: Plan, threads: int, memory_bytes: int, progress: Progress | None
 ) -> list[Folded]:
     """All parts, by threads of lowered priority: measured no slower than processes."""
-    meter = _Meter(planned.nbytes, progress)
+    meter = Meter(progress, planned.nbytes)
 
     def run(number: int) -> Folded:
         if stop.is_set():
             raise concurrent.futures.CancelledError
-        return fold(planned, number, memory_bytes=memory_bytes, progress=meter.of(number))
+        return fold(planned, number, memory_bytes=memory_bytes, progress=_share(meter))
 
     stop = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", priority.lower) as pool:
@@ -255,25 +255,16 @@ def _by_threads(
     return [future.result() for future in futures]
 
 
-class _Meter:
-    """Adds up what parts that are folded at the same time have done."""
+def _share(meter: Meter) -> Progress:
+    """What one part calls with what it has done so far."""
+    done = 0
 
-    def __init__(self, total: int, progress: Progress | None):
-        self._total = total
-        self._progress = progress
-        self._done: dict[int, int] = {}
-        self._lock = threading.Lock()
+    def add(now: int, total: int) -> None:
+        nonlocal done
+        meter.add(now - done)
+        done = now
 
-    def of(self, number: int) -> Progress:
-        """What one part calls."""
-
-        def add(done: int, total: int) -> None:
-            with self._lock:
-                self._done[number] = done
-                if self._progress is not None:
-                    self._progress(sum(self._done.values()), self._total)
-
-        return add
+    return add
 
 
 def _require_room(plan: Plan) -> None:
