@@ -59,6 +59,20 @@ CROWDED = {
     "test_t5x_processes",
 }
 
+#: Files and folders whose tests all belong to `make test-processes`; others mark single tests.
+PROCESSES = {
+    "orbax_suites",
+    "test_exits",
+    "test_jax_trainer",
+    "test_processes",
+    "test_processes_failures",
+    "test_processes_tracking",
+    "test_ray_cluster",
+    "test_service",
+    "test_t5x_processes",
+    "without_jax",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the long loops; workers get those of the process that starts them."""
@@ -89,11 +103,19 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return str(_campaign(config)) if config.option.markexpr == "long" else None
 
 
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same.
+    """Gives each test its make target and its worker.
 
-    A test with a group of its own may run beside the others of its file.
+    Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same; a test
+    with a group of its own may run beside the others of its file.
     """
+    for item in items:
+        long = item.get_closest_marker("long") is not None
+        if not long and (item.path.stem in PROCESSES or item.path.parent.name in PROCESSES):
+            item.add_marker(pytest.mark.processes)
+        elif long and item.get_closest_marker("processes") is not None:
+            raise pytest.UsageError(f"{item.nodeid} is marked both long and processes")
     if not config.pluginmanager.has_plugin("xdist"):
         return
     for item in items:

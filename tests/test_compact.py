@@ -379,6 +379,7 @@ print(kills, published)
 """
 
 
+@pytest.mark.processes
 def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
     write_chain(tmp_path, codec="adaptive4")
     run = subprocess.run(
@@ -610,6 +611,7 @@ print(done.bytes_written)
 """
 
 
+@pytest.mark.processes
 def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_path):
     memory_bytes = 128 << 20
     rows = 4 * memory_bytes // 260 + 1000
@@ -659,6 +661,7 @@ def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_pa
     assert len(chain(tmp_path / "large", 2)) == 1
 
 
+@pytest.mark.processes
 def test_importing_compaction_imports_neither_jax_nor_orbax():
     program = (
         "import sys, deltackpt.upkeep.compact;"

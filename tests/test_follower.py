@@ -739,6 +739,7 @@ def test_memory_of_another_owner_is_not_taken_for_it():
         MemoryReader(memory.Place("elsewhere", os.getpid(), 3, "00"))
 
 
+@pytest.mark.processes
 def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(tmp_path):
     """What was pinned can be copied to the end, and a write that was cut is seen."""
     code = (
