@@ -37,10 +37,11 @@ from deltackpt.policy import Choice, CodecChoice
 from deltackpt.reading import merge
 from deltackpt.reading.merge import Target
 from deltackpt.resources import memory
-from deltackpt.save import encode, fields
-from deltackpt.save.encode import HostPiece
-from deltackpt.save.fields import Field, Place
+from deltackpt.save import fields
+from deltackpt.save.fields import Field
+from deltackpt.save.pieces import HostPiece, ahead, piece_rows
 from deltackpt.storage import arrays
+from deltackpt.storage.parts import ArrayPlace
 
 ROWS, WIDTH = 400_000, 64
 PLAIN = ("bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric8", "symmetric4")
@@ -73,10 +74,10 @@ def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> 
         choice=CodecChoice(delta=name),
         planned=Choice(codec=name, reason=name),
     )
-    place = Place(root, 0, name, fsync=False)
+    place = ArrayPlace(root, 0, name, fsync=False)
 
     def pieces(codec: Codec):
-        limit = len(rows) if codec.lossless else encode.piece_rows(rows.shape[1:])
+        limit = len(rows) if codec.lossless else piece_rows(rows.shape[1:])
         for start in range(0, len(rows), limit):
             yield HostPiece(rows[start : start + limit])
 
@@ -97,10 +98,10 @@ def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> 
 
 def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
     """Seconds until all rows are codes in memory."""
-    codec, limit = codecs.get(name), encode.piece_rows(rows.shape[1:])
+    codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
     started = time.perf_counter()
-    for _ in encode.ahead(codec, pieces, pool):
+    for _ in ahead(codec, pieces, pool):
         pass
     return time.perf_counter() - started
 

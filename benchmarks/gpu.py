@@ -37,7 +37,7 @@ from report import Report, Sample, arguments, percent, secs, speed, timed, times
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.save import encode
+from deltackpt.save import encode, pieces
 
 TOUCHED = 0.05
 #: Steps that are waiting for the device or running there.
@@ -267,7 +267,7 @@ def add_encoding(report: Report, found: Figures, rows: jax.Array) -> None:
     """Lines of encoding on the device."""
     for name in CODECS:
         report.state(f"{name}: encode on the device", sample(found, "encode", name), speed)
-    few = rows[: encode.piece_rows(rows.shape[1:])]
+    few = rows[: pieces.piece_rows(rows.shape[1:])]
     for name in CODECS:
         same = Sample((alike(name, few),))
         report.state(f"{name}: rows stored as the CPU encodes them", same, percent)

@@ -24,7 +24,7 @@ from report import Report, Sample, arguments, percent, secs, timed
 import deltackpt
 from deltackpt.format import manifest
 from deltackpt.resources.staging import Staging
-from deltackpt.save import extract, lineage, pipeline, proof
+from deltackpt.save import flight, lineage, proof, selection, snapshot
 from deltackpt.state.marks import match_marks
 from deltackpt.tracking import fingerprints
 
@@ -133,8 +133,8 @@ def measure_proof(scale: float, rounds: int) -> Sample:
         del parts
         held = jax.block_until_ready(state.change(held, ids))
         parts = deltackpt.split(held._asdict(), chosen)
-        marks = pipeline.Embeddings(split=parts).marks
-        readings = pipeline.clocks_of(parts, marks).readings
+        marks = flight.Embeddings(split=parts).marks
+        readings = snapshot.clocks_of(parts, marks).readings
         intent = lineage.Intent(
             kind="delta",
             save_id=manifest.SaveId("benchmark", number, number),
@@ -145,7 +145,7 @@ def measure_proof(scale: float, rounds: int) -> Sample:
             seen={reading.place: reading._replace(clock=before) for reading in readings},
         )
         stamps = match_marks(marks, parts.layout)
-        sources = extract.Sources(parts.layout, parts.fields, stamps, _STAGING)
+        sources = selection.Sources(parts.layout, parts.fields, stamps, _STAGING)
         sources.stamps.look(intent.since)
         for group, (_, spans), _ in sources.by_rows():
             sources.stamps.touched(group.name, spans)

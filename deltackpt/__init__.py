@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Intermittent,
         OneShot,
     )
-    from deltackpt.save.pipeline import Embeddings, PipelineOptions
+    from deltackpt.save.flight import Embeddings, PipelineOptions
     from deltackpt.state.choice import Tables
     from deltackpt.state.tables import split
     from deltackpt.touched import TouchState
@@ -48,15 +48,15 @@ _NAMES = {
     "DeltaOptions": "options",
     "DeltaRestore": "handlers.v0",
     "DeltaSave": "handlers.v0",
-    "Embeddings": "save.pipeline",
+    "Embeddings": "save.flight",
     "Intermittent": "policy",
     "ManagerOptions": "options",
     "OneShot": "policy",
-    "PipelineOptions": "save.pipeline",
+    "PipelineOptions": "save.flight",
     "ReadRows": "outcomes",
     "Restored": "outcomes",
     "Saved": "outcomes",
-    "Tables": "state.tables",
+    "Tables": "state.choice",
     "Timeouts": "options",
     "TouchState": "touched",
     "WriteOptions": "options",

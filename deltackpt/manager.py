@@ -34,8 +34,8 @@ from deltackpt.outcomes import ReadRows, Restored, Saved
 from deltackpt.policy import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.restore.steps import Items, RowRanges, Service
-from deltackpt.save import exits, pipeline
-from deltackpt.save.pipeline import Embeddings, SaveReport
+from deltackpt.save import exits, snapshot
+from deltackpt.save.flight import Embeddings, SaveReport
 from deltackpt.save.proof import TrackingVerifier
 from deltackpt.state.touch_state import Marks, TouchState
 
@@ -103,13 +103,10 @@ class CheckpointManager:
         self._verifier = TrackingVerifier()
         if not self.options.read_only:
             for error in exits.take_over(directory):
-                warnings.warn(
-                    f"another manager of this process was open on the directory: {error}",
-                    stacklevel=2,
-                )
+                events.warn(f"another manager of this process was open on the directory: {error}")
         self._run = Run.begin(directory, item, choice, self.options, sinks)
         self._root = self._run.root
-        self._saver = Saver(self._run, extra)
+        self._saver = Saver(self._run, extra, self)
         self._restorer = Restorer(self._run, extra, self._saver.engine)
         self._watch = None if self.options.read_only else exits.Watch(self._end, self._root.path)
         self._closed = False
@@ -207,7 +204,7 @@ class CheckpointManager:
                 marks = (Marks("", self._run.tracker.touched),)
             else:
                 marks = Embeddings(split=split, touched=touched).marks
-            clocks = pipeline.clocks_of(split, marks)
+            clocks = snapshot.clocks_of(split, marks)
             return self._run.lineage.next(clocks=clocks, layout=split.layout)
 
     def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
@@ -239,7 +236,7 @@ class CheckpointManager:
             split = self._saver.split(state)
             marks = Embeddings(split=split, touched=touched).marks
             try:
-                return self._verifier.verify(split, marks, pipeline.clocks_of(split, marks))
+                return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
             except TrackingError:
                 self._run.lineage.distrust("verify_tracking found rows that are not marked")
                 raise

@@ -24,13 +24,13 @@ import model
 
 import deltackpt
 from deltackpt.handlers import commit
-from deltackpt.save import pipeline
+from deltackpt.save import flight
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: What can be held back: the directories and so all of the save, its rows, its commit.
 STAGES = {
     "all": (commit.files, "remove_tree"),
-    "write": (pipeline.PendingSave, "_write"),
+    "write": (flight.PendingSave, "_write"),
     "commit": (commit, "write_step_digests"),
 }
 #: How long after the end of the program's code: enough for an interpreter that does not wait.

@@ -45,8 +45,8 @@ from deltackpt.ledger.directory import Root
 from deltackpt.options import Timeouts
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
-from deltackpt.save import exits, pipeline, rendezvous
-from deltackpt.storage import arrays, files
+from deltackpt.save import exits, flight, rendezvous, snapshot
+from deltackpt.storage import arrays, files, parts
 
 #: Rows that any mesh of 8 devices divides, and widths that 4 do. Each process writes a share of
 #: every table, whatever the sharding: none is so small that it goes to one process alone.
@@ -737,9 +737,9 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
 #: Where a process can be stopped in a save, by what it has done; those of the commit are passed by
 #: process 0 alone.
 POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
-    "before its part": _before(pipeline.PendingSave, "_write"),
+    "before its part": _before(flight.PendingSave, "_write"),
     "during its part": _after(arrays.ArrayWriter, "_write_chunk"),
-    "before its manifest": _before(pipeline.PendingSave, "_manifest"),
+    "before its manifest": _before(parts, "complete"),
     "before its word": _before(commit, "write_process_digests"),
     "waiting for the parts": _before(rendezvous.Rendezvous, "collect"),
     "has the parts": _after(rendezvous.Rendezvous, "collect"),
@@ -748,7 +748,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "commit: before the rename": _around_rename(True),
     "commit: after the rename": _around_rename(False),
     "before the save": _before(saving.Saver, "_start"),
-    "snapshot": _before(pipeline, "snapshot"),
+    "snapshot": _before(snapshot, "take"),
     "listing steps": _before(Root, "steps"),
     "reading arrays": _before(arrays, "read_array"),
     "reading dense leaves": _before(restoring.StepReader, "_dense"),

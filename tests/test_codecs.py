@@ -18,7 +18,7 @@ from oracles import make_oracles
 from deltackpt import codecs
 from deltackpt.codecs import packing, uniform
 from deltackpt.errors import OptionError
-from deltackpt.save import encode
+from deltackpt.save import encode, pieces
 
 LOSSY = [name for name in codecs.names() if not codecs.get(name).lossless]
 UNIFORM = [name for name in LOSSY if isinstance(codecs.get(name), codecs.Uniform)]
@@ -312,6 +312,6 @@ def test_rows_of_tensors_are_quantized_as_one_row():
 
 def test_pieces_are_powers_of_two_of_rows():
     for trailing in ((64,), (3,), (), (1 << 20,)):
-        rows = encode.piece_rows(trailing)
+        rows = pieces.piece_rows(trailing)
         assert rows & (rows - 1) == 0
         assert rows >= 64 and math.prod(trailing) * 4 * rows >= 1 << 8

@@ -30,7 +30,8 @@ from deltackpt.errors import (
 )
 from deltackpt.format import manifest
 from deltackpt.format import names as layout
-from deltackpt.ledger.directory import Lease, Root
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
 from deltackpt.storage import files
 from deltackpt.upkeep import collect as collection

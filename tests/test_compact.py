@@ -37,11 +37,12 @@ from deltackpt.errors import (
     StepNotFound,
 )
 from deltackpt.format import names
-from deltackpt.reading import reader
+from deltackpt.reading import reader, removal
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.storage import arrays, digests
 from deltackpt.upkeep import compact
+from deltackpt.upkeep import fold as folding
 
 MEMORY_BYTES = 64 << 20
 
@@ -160,8 +161,8 @@ def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path
     spans = [span for part in planned.parts for span in part]
     assert sum(stop - start for _, (start, stop) in spans) == 1005
     with (
-        mock.patch.object(compact, "_LEAST_BYTES", 1 << 10),
-        mock.patch.object(compact, "_compressed_bytes", lambda *given: 0),
+        mock.patch.object(folding, "_LEAST_BYTES", 1 << 10),
+        mock.patch.object(folding, "_compressed_bytes", lambda *given: 0),
         mock.patch.object(arrays, "CHUNK_BYTES", 512),
         compact.exclusive(tmp_path),
     ):
@@ -321,14 +322,16 @@ def test_a_step_that_goes_while_it_is_compacted_is_gone(tmp_path):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from deltackpt import compact, layout, reader, stored
+from deltackpt.format import names
+from deltackpt.reading import reader, saves
+from deltackpt.upkeep import compact
 import tensorstore
 
 root, first, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 
 def contents(step, compacted):
-    found = reader.restore_tables(stored.read_chain(root / str(step), compacted=compacted))
+    found = reader.restore_tables(saves.read_chain(root / str(step), compacted=compacted))
     return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
 
 def child(call):
@@ -373,7 +376,7 @@ while True:
         published += 1
         import shutil; shutil.rmtree(root / "compacted" / "3")
     at += every
-left = [name for name in os.listdir(root / "compacted") if layout.is_compaction(name)]
+left = [name for name in os.listdir(root / "compacted") if names.is_compaction(name)]
 assert left == [], left
 print(kills, published)
 """
@@ -411,7 +414,7 @@ def _damaged(root: Path, how: str):
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
-@mock.patch.object(stored, "_GONE_INTERVAL_SECS", 0.0)
+@mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
     write_chain(tmp_path)
     before = {step: contents(tmp_path, step) for step in (3, 4)}
@@ -598,7 +601,7 @@ def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_p
 _BOUNDED = """
 import re, resource, sys, threading
 from pathlib import Path
-from deltackpt import compact
+from deltackpt.upkeep import compact
 
 threading.stack_size(1 << 20)
 small, large, memory_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])

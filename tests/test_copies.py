@@ -37,7 +37,7 @@ from deltackpt.errors import (
     TargetDiffers,
 )
 from deltackpt.format import manifest, names
-from deltackpt.reading import saves
+from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.tiers import copy as copies
 from deltackpt.tiers import directory, objects, places
@@ -640,7 +640,7 @@ def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
     assert [save.name for save in saves.read_chain(tmp_path / "target" / "1")] == [
         "compacted/1/embeddings"
     ]
-    assert digests.verify_step(tmp_path / "target" / "1") == []
+    assert inventory.verify_step(tmp_path / "target" / "1") == []
 
 
 # The command.

@@ -25,7 +25,7 @@ from deltackpt.errors import (
     RestoreError,
 )
 from deltackpt.format import manifest, names
-from deltackpt.reading import saves
+from deltackpt.reading import inventory, removal
 from deltackpt.storage import digests
 from deltackpt.upkeep import compact, verify
 
@@ -85,7 +85,7 @@ def damages(path: Path) -> Iterator[tuple[str, bytes | None]]:
 def test_damage_of_any_file_is_named_and_an_older_step_restores(written, tmp_path, monkeypatch):
     root, states = written
     # Nobody removes steps meanwhile, which a restore would otherwise wait for at each damage.
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for path in files_of(copy):
@@ -98,7 +98,7 @@ def test_damage_of_any_file_is_named_and_an_older_step_restores(written, tmp_pat
                 path.write_bytes(contents)
             case = f"{path.relative_to(copy)} {how}"
             step, messages = newest_intact(copy, states)
-            found = digests.verify_step(copy / str(damaged_step))
+            found = inventory.verify_step(copy / str(damaged_step))
             assert found, f"{case}: verify found nothing"
             assert any(path.name in problem.object_name for problem in found), (case, found)
             if step == STEPS:
@@ -157,7 +157,7 @@ def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
     victim = sorted((copy / "1").glob("embeddings/part.0/*/values/c/0/0"))[0]
     body = bytes(victim.stat().st_size - 4)
     victim.write_bytes(body + google_crc32c.value(body).to_bytes(4, "little"))
-    assert digests.verify_step(copy / "1")
+    assert inventory.verify_step(copy / "1")
     step, messages = newest_intact(copy, states)
     assert step is None
     assert "values/c/0/0" in messages[0]
@@ -168,7 +168,7 @@ def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_rest
 ):
     """Its version stands before the body: one bit of it, and it asks for a newer deltackpt."""
     root, states = written
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for name in (f"embeddings/{names.manifest_name(0)}", names.STEP_DIGESTS):

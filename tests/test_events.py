@@ -28,7 +28,7 @@ import deltackpt
 from deltackpt import errors, events
 from deltackpt.format.blocks import VALUES
 from deltackpt.save import encode
-from deltackpt.save.encode import BusyClock, HostPiece
+from deltackpt.save.pieces import BusyClock, HostPiece
 from deltackpt.storage import arrays
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -370,7 +370,7 @@ def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, c
     kept = Kept()
     state = new_state()
     where = {
-        "before the write": "deltackpt.save.pipeline.require_room",
+        "before the write": "deltackpt.save.snapshot.require_room",
         "in the background": "deltackpt.storage.arrays.ArrayWriter",
         "at the commit": "deltackpt.handlers.commit.write_step_digests",
     }[stage]
@@ -528,7 +528,7 @@ def test_a_stage_lasts_while_at_least_one_thread_is_at_it(spans):
     )
     busy = {second for start, length in spans for second in range(start, start + length)}
     clock = BusyClock()
-    with mock.patch("deltackpt.save.encode.time.perf_counter") as now:
+    with mock.patch("deltackpt.save.pieces.time.perf_counter") as now:
         for now.return_value, change in edges:
             if change > 0:
                 clock.__enter__()
@@ -565,7 +565,7 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
     sink = events.PrometheusSink(registry)
     state = train(root, sink, codec=deltackpt.CodecChoice(delta="int4"))
     with manager(root, sink) as saver:
-        with mock.patch("deltackpt.save.pipeline.require_room", no_room):
+        with mock.patch("deltackpt.save.snapshot.require_room", no_room):
             with pytest.raises(errors.OutOfSpace):
                 saver.save(3, state)
         damage(root, 2)

@@ -23,7 +23,7 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import FencedError, SaveFailed
-from deltackpt.save import exits, pipeline
+from deltackpt.save import exits, flight
 
 #: How a program ends, and the exit code of that.
 ENDINGS = {"end": 0, "raise": 1, "exit": 3}
@@ -198,7 +198,7 @@ def opened(root: Path, **timeouts: float) -> deltackpt.CheckpointManager:
 @contextlib.contextmanager
 def held_back(fault: Exception | None = None) -> Iterator[threading.Event]:
     """Saves write nothing before the event is set, and then fail where they shall."""
-    go, real = threading.Event(), pipeline.PendingSave._write
+    go, real = threading.Event(), flight.PendingSave._write
 
     def later(*args: Any, **kwargs: Any) -> Any:
         assert go.wait(LIMIT_SECS)
@@ -206,7 +206,7 @@ def held_back(fault: Exception | None = None) -> Iterator[threading.Event]:
             raise fault
         return real(*args, **kwargs)
 
-    with mock.patch.object(pipeline.PendingSave, "_write", later):
+    with mock.patch.object(flight.PendingSave, "_write", later):
         yield go
 
 

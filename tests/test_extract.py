@@ -17,7 +17,7 @@ import deltackpt
 from deltackpt import codecs
 from deltackpt.format import blocks
 from deltackpt.resources.staging import Staging
-from deltackpt.save import extract
+from deltackpt.save import extract, taken, touched_rows
 
 P = jax.sharding.PartitionSpec
 
@@ -36,10 +36,10 @@ def test_touched_rows_on_the_device_are_those_on_the_host(rows, since, seed, dat
     mesh = jax.make_mesh((8,), ("x",))
     sharded = jax.device_put(stamps, jax.sharding.NamedSharding(mesh, P("x")))
     wanted = [row for start, stop in spans for row in range(start, stop) if stamps[row] > since]
-    expected = extract.touched_rows(stamps, since, 7, spans)
+    expected = touched_rows.touched_rows(stamps, since, 7, spans)
     assert expected.tolist() == [row + 7 for row in wanted]
     with mock.patch.object(extract, "on_host", lambda array: False):
-        found = extract.touched_rows(sharded, since, 7, spans)
+        found = touched_rows.touched_rows(sharded, since, 7, spans)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, expected)
 
@@ -72,5 +72,6 @@ def test_a_gather_of_no_rows_is_empty():
         (0, 4), (4,), np.dtype(np.float32), [extract.FieldShard(0, 8, jnp.ones((8, 4)))]
     )
     segment = extract.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
-    block = segment.dispatched({"values": codecs.get("raw")}).landed(Staging(1 << 20)).block
+    found = taken.dispatched(segment, {"values": codecs.get("raw")})
+    block = found.landed(Staging(1 << 20)).block
     assert block.fields["values"].shape == (0, 4)

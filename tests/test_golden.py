@@ -16,7 +16,7 @@ from golden import make_golden
 
 import deltackpt
 from deltackpt.format import manifest
-from deltackpt.storage import digests
+from deltackpt.reading import inventory
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
@@ -63,7 +63,7 @@ def test_golden_checkpoint_restores_exactly(version, step, template, tmp_path):
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", make_golden.STEPS)
 def test_golden_checkpoint_verifies(version, step):
-    assert digests.verify_step(version / str(step)) == []
+    assert inventory.verify_step(version / str(step)) == []
 
 
 @pytest.mark.parametrize("version", ENCODED, ids=lambda path: path.name)
@@ -71,7 +71,7 @@ def test_golden_checkpoint_verifies(version, step):
 def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_path):
     root = tmp_path / "golden"
     shutil.copytree(version, root)
-    assert digests.verify_step(root / str(step)) == []
+    assert inventory.verify_step(root / str(step)) == []
     options = deltackpt.ManagerOptions(access="read")
     # Which codecs were used stands in the step.
     with deltackpt.CheckpointManager(

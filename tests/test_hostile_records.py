@@ -31,7 +31,7 @@ from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format import manifest
 from deltackpt.format import names as layout
 from deltackpt.ledger import directory
-from deltackpt.reading import reader, saves
+from deltackpt.reading import reader, removal, saves
 from deltackpt.storage import digests
 from deltackpt.tiers import copy
 from deltackpt.upkeep import verify
@@ -67,7 +67,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch):
     """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     monkeypatch.setattr(verify, "_CHECKS", 1)
 
 
@@ -242,7 +242,7 @@ import resource, sys, warnings
 from pathlib import Path
 import test_hostile_records as t
 warnings.simplefilter("ignore")
-t.saves._GONE_CHECKS = t.verify._CHECKS = 1
+t.removal._GONE_CHECKS = t.verify._CHECKS = 1
 sound, hostile = map(Path, sys.argv[1:])
 assert not t.read_all(sound)  # Threads and libraries have their memory.
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

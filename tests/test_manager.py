@@ -28,7 +28,7 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.options import Timeouts
-from deltackpt.save import pipeline
+from deltackpt.save import snapshot
 from deltackpt.storage import arrays
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
@@ -521,15 +521,14 @@ def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers
         state, touched = model.train(state, touched, 0)
         failure = RuntimeError("transfer failed")
         broken = mock.Mock(wait=mock.Mock(side_effect=[failure, *[None] * 9]))
-        real = pipeline.snapshot
+        real = snapshot.take
 
         def failing(*arguments):
             pending = real(*arguments)
-            pending._copied = [broken]
-            pending.released.clear()
+            pending.rows = broken
             return pending
 
-        with mock.patch.object(pipeline, "snapshot", failing):
+        with mock.patch.object(snapshot, "take", failing):
             with pytest.raises(RuntimeError, match="transfer failed"):
                 manager.save(1, state, touched=touched)
         with pytest.raises(SaveFailed, match="transfer failed") as caught:

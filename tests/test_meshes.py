@@ -28,8 +28,8 @@ from deltackpt.reading import reader
 from deltackpt.reading import saves as stored
 from deltackpt.resources.staging import Staging
 from deltackpt.restore import placing
-from deltackpt.save import lineage, pipeline
-from deltackpt.save.pipeline import Embeddings, PipelineOptions
+from deltackpt.save import lineage, part, snapshot
+from deltackpt.save.flight import Embeddings, PipelineOptions
 from deltackpt.state import ownership, tables
 
 P = jax.sharding.PartitionSpec
@@ -145,8 +145,8 @@ def trained(state: dict, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
     for name, rows in ROWS.items():
         ids = rng.choice(rows, int(rng.integers(0, rows // 4 + 1)), replace=False)
         touched[f"tables/{name}"] = ids
-        for part in new.values():
-            part[name][ids] = rng.random(part[name][ids].shape)
+        for held in new.values():
+            held[name][ids] = rng.random(held[name][ids].shape)
     return new, touched
 
 
@@ -192,7 +192,7 @@ class Run:
             )
             changed = changes.get("change", lambda index, given: given)(index, embeddings)
             with self.job.lock:  # Processes do not share the objects of jax.
-                pending = pipeline.snapshot(changed, step, self.root / str(step))
+                pending = snapshot.take(changed, step, self.root / str(step))
             pending.wait_copied()
             pending.proceed.set()
             return pending.write(item)
@@ -408,14 +408,14 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
 
 def test_a_process_that_fails_tells_the_others_at_once(tmp_path):
     job = Job(4)
-    real = pipeline.PendingSave._write_segments
+    real = part.write_segments
 
-    def failing(self, item_dir, process):
+    def failing(plan, item_dir, process, *taken):
         if process == 1:
             raise OSError(28, "No space left on device")
-        return real(self, item_dir, process)
+        return real(plan, item_dir, process, *taken)
 
-    with job.running(), mock.patch.object(pipeline.PendingSave, "_write_segments", failing):
+    with job.running(), mock.patch.object(part, "write_segments", failing):
         found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
     assert isinstance(found[1], OSError)
     assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3
@@ -435,7 +435,7 @@ def test_tables_of_each_process_alone_are_refused(tmp_path):
             split = tables.split({"t": local}, deltackpt.Tables(select="t/*"))
             options = PipelineOptions(fsync=False, processes_secs=20)
             embeddings = Embeddings(split=split, lineage=lineages[index], options=options)
-            pending = pipeline.snapshot(embeddings, 0, tmp_path / "0")
+            pending = snapshot.take(embeddings, 0, tmp_path / "0")
             pending.wait_copied()
             pending.proceed.set()
             return pending.write(item)

@@ -30,7 +30,7 @@ from deltackpt.errors import (
     UnsupportedRoot,
 )
 from deltackpt.format import names
-from deltackpt.ledger import directory as root
+from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
 from deltackpt.storage import files
 
@@ -217,7 +217,7 @@ def test_of_trainers_that_start_at_once_exactly_one_holds_the_lease(tmp_path):
 def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
     """A starter that was held up between its listing and its claim."""
     Root.open(tmp_path)
-    real, calls = root.epochs, iter([True])
+    real, calls = lease.epochs, iter([True])
 
     def late(path: Path) -> Iterator[int]:
         found = list(real(path))
@@ -226,7 +226,7 @@ def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
             Root.open(tmp_path)
         return iter(found)
 
-    with mock.patch.object(root, "epochs", late):
+    with mock.patch.object(lease, "epochs", late):
         held_up = Root.open(tmp_path)
     held_up.check_lease()
     assert held_up._lease is not None and held_up._lease.epoch == 4
@@ -338,7 +338,7 @@ def test_a_newer_holder_whose_lease_cannot_be_read_fences_too(tmp_path):
     Root.open(tmp_path)
     too_new = FormatTooNew("lease.2.msgpack: of a later version")
     with (
-        mock.patch.object(root, "read_lease", side_effect=too_new),
+        mock.patch.object(lease, "read_lease", side_effect=too_new),
         pytest.raises(FencedError, match="epoch 2 held by a trainer of a newer deltackpt"),
     ):
         opened.check_lease()

@@ -12,11 +12,11 @@ import pytest
 from test_meshes import STAGING, Job, P
 
 import deltackpt
-from deltackpt.reading import reader, saves
-from deltackpt.reading.reader import Targets
+from deltackpt.reading import saves
+from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.restore import placing
-from deltackpt.save import lineage, pipeline
-from deltackpt.save.pipeline import Embeddings, PipelineOptions
+from deltackpt.save import lineage, snapshot
+from deltackpt.save.flight import Embeddings, PipelineOptions
 from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
@@ -74,7 +74,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     staging=STAGING,
                 )
                 with job.lock:
-                    pending = pipeline.snapshot(embeddings, step, root / str(step))
+                    pending = snapshot.take(embeddings, step, root / str(step))
                 pending.wait_copied()
                 pending.proceed.set()
                 return pending.write(item)
@@ -175,7 +175,7 @@ def test_a_restore_on_the_same_mesh_reads_its_own_part_only(saved, step, count):
         fields = tables.split(state, TABLES).fields
 
         def parts(index: int) -> list[int]:
-            _, targets = reader.empty_buffers(save_.layout, placing.wanted_of(fields))
+            _, targets = empty_buffers(save_.layout, placing.wanted_of(fields))
             assert isinstance(targets, Targets)
             return [part.record.process for part in save_.parts(targets.touch)]
 

@@ -104,7 +104,7 @@ def test_some_rows_of_a_chunk_cost_the_blocks_around_them(
     with (
         mock.patch.object(arrays, "CHUNK_BYTES", chunk),
         mock.patch.object(arrays, "BLOCK_BYTES", block),
-        mock.patch.object(arrays.os, "preadv", counted),
+        mock.patch.object(os, "preadv", counted),
     ):
         entry = arrays.array_entry("a", values.shape, values.dtype)
         sums = arrays.write_array(directory, entry, [values], fsync=False)
@@ -118,7 +118,7 @@ def test_some_rows_of_a_chunk_cost_the_blocks_around_them(
         assert sum(read) <= out.nbytes + spare
         if start < stop:
             damaged = data.draw(st.integers(start, stop - 1))
-            path = arrays.chunk_path(directory, entry, damaged // entry.chunk_rows)
+            path = directory / arrays.chunk_name(entry, damaged // entry.chunk_rows)
             content = bytearray(path.read_bytes())
             content[damaged % entry.chunk_rows * width * 4] ^= 1
             path.write_bytes(content)

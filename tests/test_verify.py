@@ -25,8 +25,9 @@ from test_compact import fold, manager, write_chain
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import manifest, names
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import reader, saves
+from deltackpt.reading import inventory, reader, removal, saves
 from deltackpt.storage import digests as integrity
+from deltackpt.storage.store import Spot
 from deltackpt.upkeep import verify
 from deltackpt.upkeep.verdicts import RootReport
 from deltackpt.upkeep.verify import verify_root
@@ -50,7 +51,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch):
     """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(saves, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     monkeypatch.setattr(verify, "_CHECKS", 1)
 
 
@@ -204,7 +205,7 @@ def test_every_bit_of_a_record_that_nothing_else_covers_counts(place, written, t
     step_dir = root / place.removesuffix("/digests.step.msgpack").partition("/embeddings")[0]
     for number, data in enumerate(flipped_bits(path.read_bytes())):
         path.write_bytes(data)
-        assert integrity.inventory(step_dir).damage, number
+        assert inventory.read_inventory(step_dir).damage, number
 
 
 def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
@@ -377,7 +378,7 @@ def test_steps_that_are_removed_or_saved_meanwhile_are_no_damage(tmp_path, monke
     real = integrity.check_files
     gone = iter([True])
 
-    def checked(directory: Path, *args, **kwargs):
+    def checked(directory: Spot, *args, **kwargs):
         if directory.name == "1" and next(gone, False):
             trash = tmp_path / names.TRASH / "x"
             trash.mkdir(parents=True)
@@ -396,7 +397,7 @@ def test_a_chain_that_compaction_and_retention_replaced_meanwhile_is_whole(tmp_p
     real = integrity.check_files
     first = iter([True])
 
-    def checked(directory: Path, *args, **kwargs):
+    def checked(directory: Spot, *args, **kwargs):
         if next(first, False):
             fold(tmp_path, 1)
             for step in ("0", "1"):
@@ -431,29 +432,29 @@ def test_a_base_that_retention_is_removing_is_no_damage(tmp_path, monkeypatch):
     """Its item is in the trash already, its folder still stands."""
     write_chain(tmp_path, 2)
     fold(tmp_path, 1)
-    real = integrity.inventory
+    real = inventory.read_inventory
 
-    def inventory(folder: Path, item: str, **kwargs):
+    def removing(folder: Spot, item: str, **kwargs):
         if folder.parent.name == names.COMPACTED and (folder / item).exists():
             (tmp_path / names.TRASH / "x").mkdir(parents=True)
             os.rename(folder / item, tmp_path / names.TRASH / "x" / "1")
         return real(folder, item, **kwargs)
 
-    monkeypatch.setattr(integrity, "inventory", inventory)
+    monkeypatch.setattr(inventory, "read_inventory", removing)
     report = verify_root(tmp_path)
     assert report.intact and "compacted/1: removed while it was verified" in report.notes
 
 
 def test_a_chosen_step_that_is_removed_meanwhile_is_gone_and_not_intact(tmp_path, monkeypatch):
     write_chain(tmp_path, 2)
-    real = integrity.inventory
+    real = inventory.read_inventory
 
-    def inventory(folder: Path, *args, **kwargs):
+    def removing(folder: Spot, *args, **kwargs):
         if folder.name == "1":
             shutil.rmtree(folder)
         return real(folder, *args, **kwargs)
 
-    monkeypatch.setattr(integrity, "inventory", inventory)
+    monkeypatch.setattr(inventory, "read_inventory", removing)
     with pytest.raises(StepGone, match=r"\[1\]"):
         verify_root(tmp_path, steps=[1])
 
@@ -505,8 +506,8 @@ def test_an_unreadable_file_is_damage_by_name(written, tmp_path):
     victim = next(root.glob("1/dense/d/*"))
     real = integrity.digest_file
 
-    def refused(path: Path, **kwargs):
-        if path == victim:
+    def refused(path: Spot, **kwargs):
+        if Path(path) == victim:
             raise StorageError(f"{path}: no") from OSError(5, "Input/output error")
         return real(path, **kwargs)
 

@@ -31,6 +31,17 @@ class SaveInfo:
     step_dir: str
     nbytes: int
 
+    @classmethod
+    def of(cls, head: Manifest, step_dir: str) -> SaveInfo:
+        """What the manifest of process 0 says; the step directory's name is not in it."""
+        return cls(
+            save_id=head.save_id,
+            kind=head.kind,
+            parent=head.parent,
+            step_dir=step_dir,
+            nbytes=head.nbytes,
+        )
+
 
 def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[SaveInfo, ...]:
     """The saves that restoring ``target`` reads, base first.

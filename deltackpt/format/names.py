@@ -26,8 +26,7 @@ import operator
 import re
 import urllib.parse
 import uuid
-from pathlib import Path
-from typing import SupportsIndex
+from typing import Protocol, Self, SupportsIndex, TypeVar
 
 from deltackpt.errors import OptionError
 
@@ -126,7 +125,22 @@ def dense_process(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def part_dir(item_dir: Path, process: int) -> Path:
+class _Folder(Protocol):
+    """A path of a file system, or a spot of a store."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parent(self) -> Self: ...
+
+    def __truediv__(self, name: str, /) -> Self: ...
+
+
+_Where = TypeVar("_Where", bound=_Folder)
+
+
+def part_dir(item_dir: _Where, process: int) -> _Where:
     """Directory of a process's arrays."""
     return item_dir / f"part.{process}"
 
@@ -141,7 +155,7 @@ def is_of_part(name: str) -> bool:
     return _PART.fullmatch(top) is not None or _OTHERS.fullmatch(top) is not None
 
 
-def array_dir(item_dir: Path, process: int, segment: str, array: str) -> Path:
+def array_dir(item_dir: _Where, process: int, segment: str, array: str) -> _Where:
     """Directory of one Zarr array of a part; the name is percent-encoded, it may hold slashes."""
     return part_dir(item_dir, process) / segment / urllib.parse.quote(array, safe="")
 
@@ -184,7 +198,7 @@ def lease_epoch(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def compacted_dir(step_dir: Path, item: str) -> Path:
+def compacted_dir(step_dir: _Where, item: str) -> _Where:
     """Directory of the compacted base that stands for an item of a step."""
     return step_dir.parent / COMPACTED / step_dir.name / item
 

@@ -13,8 +13,8 @@ from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import Saved
 from deltackpt.restore.steps import Items
-from deltackpt.save import pipeline
-from deltackpt.save.pipeline import PendingSave, RefusedSave
+from deltackpt.save import rendezvous
+from deltackpt.save.flight import PendingSave, RefusedSave
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.state.touch_state import TouchState
 
@@ -88,9 +88,16 @@ class InFlight:
 class Background:
     """What Orbax's threads call in the course of the save in flight; see ``engine.Moments``."""
 
-    def __init__(self, run: Run):
-        """Nothing is in flight."""
+    def __init__(self, run: Run, owner: object):
+        """Nothing is in flight.
+
+        Args:
+          run: the manager's run.
+          owner: what must not go while these threads, which hold this, are at work: a manager that
+            goes says that its save is lost.
+        """
         self._run = run
+        self.owner = owner
         self.flight: InFlight | None = None
 
     def meet(self, *, key: str, timeout_ms: int) -> None:
@@ -125,7 +132,7 @@ class Background:
     def _rendezvous(self, step: int) -> Rendezvous:
         step_dir = self._run.root.step_dir(step)
         temporary = step_dir.with_name(f"{step_dir.name}{TMP_DIR_SUFFIX}")
-        return pipeline.rendezvous(temporary, self._run.options.timeouts.processes_secs)
+        return rendezvous.of_this_process(temporary, self._run.options.timeouts.processes_secs)
 
     def written(self) -> None:
         """All files of this process are written."""

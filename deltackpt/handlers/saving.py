@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +34,8 @@ from deltackpt.handlers.orbax_private import barrier_secs
 from deltackpt.handlers.run import Run
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
-from deltackpt.save import pipeline
-from deltackpt.save.pipeline import (
+from deltackpt.save import snapshot
+from deltackpt.save.flight import (
     Embeddings,
     PendingSave,
     PipelineOptions,
@@ -54,16 +53,17 @@ _REPORTS = 1000
 class Saver:
     """Starts saves and settles them; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler]):
+    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
         """Opens Orbax's manager.
 
         Args:
           run: the manager's run.
           extra: handlers of further items, by name.
+          owner: the manager, which is kept while a save is in flight.
         """
         self._run = run
         self._extra = extra
-        self._background = Background(run)
+        self._background = Background(run, owner)
         #: The step of a save that was put off.
         self.due: int | None = None
         self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
@@ -173,7 +173,7 @@ class Saver:
         )
         attempt = run.lineage.attempts + 1
         try:
-            return pipeline.snapshot(embeddings, step, run.root.step_dir(step))
+            return snapshot.take(embeddings, step, run.root.step_dir(step))
         except Exception as error:
             if run.among.count == 1:
                 raise
@@ -222,7 +222,7 @@ class Saver:
         """Forgets a restore that was only looked at: training goes on with what it had before."""
         lineage = self._run.lineage
         marks = Embeddings(split=split, touched=touched).marks
-        if lineage.go_back(pipeline.clocks_of(split, marks)):
+        if lineage.go_back(snapshot.clocks_of(split, marks)):
             self._run.restored = lineage.restored
 
     def _warn_of_tracking(self) -> None:
@@ -232,14 +232,13 @@ class Saver:
         assert isinstance(pending, PendingSave)
         step = pending.intent.save_id.step
         if pending.doubt is not None:
-            warnings.warn(f"step {step} is saved as a base, since {pending.doubt}", stacklevel=4)
+            events.warn(f"step {step} is saved as a base, since {pending.doubt}")
         elif pending.intent.stands_still and not self._told_stands_still:
             self._told_stands_still = True
-            warnings.warn(
+            events.warn(
                 f"step {step}: no TouchState has moved since the parent of this delta, which "
                 "therefore holds no row; if the tables did change, give save() the TouchState that "
-                "the training step returned (touched = touched.mark(touched, ids))",
-                stacklevel=4,
+                "the training step returned (touched = touched.mark(touched, ids))"
             )
 
     def _give_up(self, pending: PendingSave | RefusedSave) -> None:
@@ -320,7 +319,7 @@ class Saver:
             try:
                 run.root.collect(run.lineage.protected)
             except StorageError as error:
-                warnings.warn(f"what nothing needs could not be removed: {error}", stacklevel=4)
+                events.warn(f"what nothing needs could not be removed: {error}")
         elif not flight.told:
             run.tell_failure("save", flight.step, failure.cause, flight.started)
         return failure
@@ -329,7 +328,7 @@ class Saver:
         """A failed save does not stand in the way of a restore; it is logged."""
         failure = self.settle(self._run.options.timeouts.close_secs)
         if failure is not None:
-            warnings.warn(f"the save of step {failure.step} failed: {failure.cause}", stacklevel=3)
+            events.warn(f"the save of step {failure.step} failed: {failure.cause}")
 
     def _start_anew(self) -> None:
         if self._run.among.count == 1:

@@ -10,9 +10,9 @@ from pathlib import Path
 from deltackpt.format import names
 from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
-from deltackpt.save import pipeline
+from deltackpt.save import snapshot
+from deltackpt.save.flight import Embeddings, PendingSave
 from deltackpt.save.lineage import Lineage, new_run
-from deltackpt.save.pipeline import Embeddings, PendingSave
 
 
 def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
@@ -28,7 +28,7 @@ def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
         )
         embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))
     step_dir = final_step_dir(item_dir)
-    pending = pipeline.snapshot(embeddings, step_number(step_dir), step_dir)
+    pending = snapshot.take(embeddings, step_number(step_dir), step_dir)
     pending.wait_copied()
     pending.proceed.set()
     return pending

@@ -21,7 +21,7 @@ from deltackpt.reading import saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore import placing
 from deltackpt.restore.placing import AbstractEmbeddings
-from deltackpt.save.pipeline import Embeddings, PendingSave, RefusedSave
+from deltackpt.save.flight import Embeddings, PendingSave, RefusedSave
 
 
 class DeltaHandler(AsyncCheckpointHandler):

@@ -15,7 +15,7 @@ from deltackpt.reading import saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore import placing
 from deltackpt.restore.placing import AbstractEmbeddings
-from deltackpt.save.pipeline import Embeddings, PendingSave
+from deltackpt.save.flight import Embeddings, PendingSave
 
 
 class DeltaCheckpointableHandler:

@@ -26,11 +26,13 @@ from deltackpt.inspect import changes, history, html
 from deltackpt.inspect.changes import Diff
 from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import RowNumbers, Saves
-from deltackpt.inspect.step import Place, Step, place_of
+from deltackpt.inspect.step import Step
 from deltackpt.ledger.directory import Root, find_item
 from deltackpt.reading import saves as stored
+from deltackpt.reading.figures import table_figures
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import files
+from deltackpt.storage.store import Spot, Stamp
 
 #: How often a history is read anew beside a trainer that replaces its steps.
 _MOST_TRIES = 3
@@ -109,7 +111,7 @@ class Checkpoints:
         self._root = root
         self._numbers = RowNumbers()
         #: A step may take the place of one that was rolled back.
-        self._stored: dict[tuple[int, Place], StoredSave] = {}
+        self._stored: dict[tuple[int, Stamp], StoredSave] = {}
         self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
 
     @property
@@ -132,7 +134,7 @@ class Checkpoints:
           StepGone: it was removed meanwhile.
         """
         number = self._chosen(step)
-        place = place_of(self._root.step_dir(number))
+        place = self._at(number).stamp()
         return Step(self._saves(number), place)
 
     def __getitem__(self, step: int) -> Step:
@@ -150,7 +152,7 @@ class Checkpoints:
 
         The step itself may be gone; chains of later ones go through its base.
         """
-        names = sorted(stored.compacted_bases(self.path, self.item), key=int)
+        names = sorted(stored.compacted_bases(self._root.spot, self.item), key=int)
         return {
             int(name): files.tree_bytes(layout.compacted_dir(self.path / name, self.item))
             for name in names
@@ -166,7 +168,7 @@ class Checkpoints:
 
         The manifests of their chains are read too.
         """
-        standing = {step: place_of(self._root.step_dir(step)) for step in self.steps}
+        standing = {step: self._at(step).stamp() for step in self.steps}
         self._stored = {key: save for key, save in self._stored.items() if key[0] in standing}
         self._figures = {
             save: self._figures[save] for save in self._stored.values() if save in self._figures
@@ -188,7 +190,7 @@ class Checkpoints:
         return tuple(
             save
             for save in saves
-            if not save.problem or standing.get(save.step) == place_of(save.path)
+            if not save.problem or standing.get(save.step) == self._at(save.step).stamp()
         )
 
     def save_of(self, step: int) -> Save:
@@ -199,7 +201,7 @@ class Checkpoints:
           StepGone: it was removed meanwhile.
         """
         number = self._chosen(step)
-        path = self._root.step_dir(number)
+        path = self._at(number)
         with stored.standing(path, instead="open"):
             for save in self.saves_of([number]):
                 return save
@@ -232,7 +234,7 @@ class Checkpoints:
         try:
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
-                figures = stored.table_figures(head.groups, head.tables, segments)
+                figures = table_figures(head.groups, head.tables, segments)
                 self._figures[save] = figures
         except (RestoreError, StorageError) as error:
             problem = str(error)
@@ -244,7 +246,7 @@ class Checkpoints:
             )
         return Save(
             step=info.save_id.step,
-            path=save.step_dir,
+            path=Path(save.step_dir),
             kind=info.kind,
             parent=parent,
             chain_length=chain_length,
@@ -294,7 +296,7 @@ class Checkpoints:
         """
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
-            places = {step: place_of(self._root.step_dir(step)) for step in self.steps}
+            places = {step: self._at(step).stamp() for step in self.steps}
             found = history.history(
                 self._read,
                 self._saves,
@@ -304,7 +306,7 @@ class Checkpoints:
                 field,
                 all_steps=steps is None,
             )
-            now = {step: place_of(self._root.step_dir(step)) for step in places}
+            now = {step: self._at(step).stamp() for step in places}
             # Steps that take the place of rolled-back ones must not stand beside these.
             if all(now[step] in (None, place) for step, place in places.items()):
                 return found
@@ -349,20 +351,23 @@ class Checkpoints:
             )
         return found
 
+    def _at(self, step: int) -> Spot:
+        return self._root.spot / str(step)
+
     def _saves(self, step: int) -> Saves:
-        path = self._root.step_dir(step)
+        path = self._at(step)
         with stored.standing(path, instead="open"), files.typed_errors(path, "read"):
             return Saves(stored.read_chain(path, self.item), self._numbers)
 
     def _read(self, step: int) -> StoredSave:
-        path = self._root.step_dir(step)
-        place = place_of(path)
-        if place is not None and (step, place) in self._stored:
-            return self._stored[step, place]
+        path = self._at(step)
+        stamp = path.stamp()
+        if stamp is not None and (step, stamp) in self._stored:
+            return self._stored[step, stamp]
         with stored.standing(path, instead="open"), files.typed_errors(path, "read"):
             found = stored.read_save(path, self.item)
-        if place is not None:
-            self._stored[step, place] = found
+        if stamp is not None:
+            self._stored[step, stamp] = found
         return found
 
     def __repr__(self) -> str:

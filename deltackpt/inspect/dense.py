@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
 from deltackpt.reading import saves
 from deltackpt.storage import digests as integrity
-from deltackpt.storage import files
+from deltackpt.storage.store import Spot, spot
 
 METADATA = layout.PYTREE_METADATA
 _STRINGS = "_strings.json"
@@ -49,7 +49,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     def __init__(
         self,
-        item_dir: Path,
+        item_dir: Spot | Path,
         entries: Sequence[DenseEntry] = (),
         *,
         digests: bool,
@@ -63,12 +63,12 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
           digests: whether the step has digests of its files.
           stands: whether the step's directory is still the one that was opened.
         """
-        self._dir = item_dir
+        self._dir = spot(item_dir)
         self._stands = stands
         self._digests = digests
         self._parsed: dict[str, dict[str, Any]] = {}
         #: Files as they were when they were checked: all, or those that describe the leaves.
-        self._checked: dict[bool, dict[Path, tuple[int, int, int]]] = {}
+        self._checked: dict[bool, dict[str, Hashable]] = {}
         self._paths = {entry.key: path_name(entry.path) for entry in entries}
 
     @property
@@ -114,7 +114,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def strings(self) -> dict[str, str]:
         """Strings that the item holds, by the keys of their leaves joined with ``.``."""
         with self._standing():
-            found = self._json(_STRINGS) if (self._dir / _STRINGS).exists() else {}
+            found = self._json(_STRINGS) if (self._dir / _STRINGS).is_file() else {}
             self._check_stands()
             return found
 
@@ -123,8 +123,10 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """Implementations of the typed PRNG keys that it holds, by keys as ``strings``."""
         found = {}
         with self._standing():
-            for path in sorted((self._dir / _ARRAY_METADATAS).glob("process_*")):
-                name = f"{_ARRAY_METADATAS}/{path.name}"
+            for file in (self._dir / _ARRAY_METADATAS).keys():
+                if not file.startswith("process_"):
+                    continue
+                name = f"{_ARRAY_METADATAS}/{file}"
                 with self.described(name):
                     for entry in self._json(name)["array_metadatas"]:
                         metadata = entry["array_metadata"]
@@ -152,7 +154,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """
         metadata = self._json(METADATA)
         name = ".".join(key)
-        store: dict[str, Any] = {"driver": "file", "path": f"{self._dir}/"}
+        store = self._dir.kvstore()
         if metadata.get("use_ocdbt", True):
             store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
         elif ".." in name.split("/"):
@@ -200,10 +202,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """
         if not self._digests:
             return
-        state = {}
-        for path in self._dir.rglob("*"):
-            found = path.stat()
-            state[path] = (found.st_ino, found.st_size, found.st_mtime_ns)
+        state = self._dir.versions()
         if self._checked.get(data) == state:
             return
         prefixes = (f"{self.name}/",)
@@ -224,7 +223,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         return self._parsed[name]
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        if not (self._dir / METADATA).exists():
+        if not (self._dir / METADATA).is_file():
             self._check_stands()
             if not self._digests:
                 raise ForeignDirectory(
@@ -233,7 +232,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 )
         self._check(data=False)
         try:
-            return json.loads(files.read_bytes(self._dir / name))
+            return json.loads((self._dir / name).read())
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
 

@@ -8,7 +8,6 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,16 @@ from deltackpt.format.blocks import Box, Rows, Span
 from deltackpt.format.manifest import FieldSpec, Layout, SaveId, Segment, TableEntry
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.reading import reader
-from deltackpt.reading.reader import HeldRows, Targets
+from deltackpt.reading.reader import HeldRows
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
+from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.storage.arrays import BLOCK_BYTES
+from deltackpt.storage.store import Spot
 
 #: Most memory of what is read at a time, beside the rows asked for.
 _WINDOW_BYTES = 64 << 20
 #: Item, save, process and name of a segment: a save may take the place of one that was rolled back.
-_Place = tuple[Path, SaveId, int, str]
+_Place = tuple[Spot, SaveId, int, str]
 #: Most memory of row numbers that are kept for the next read.
 _ROW_NUMBERS_BYTES = 256 << 20
 
@@ -190,7 +191,7 @@ def buffers_of(
     """Memory for some disjoint spans of rows of one field, in their order, and as targets."""
     columns = (0, manifest.width(spec.trailing))
     boxes = [Box(span, columns) for span in spans]
-    buffers, targets = reader.empty_buffers(layout, {table.name: {spec.name: boxes}})
+    buffers, targets = empty_buffers(layout, {table.name: {spec.name: boxes}})
     held = buffers[table.name][spec.name]
     return [held[box] for box in boxes], targets
 

@@ -18,19 +18,8 @@ from deltackpt.inspect.dense import METADATA, DenseItem, DenseLeaf
 from deltackpt.inspect.lazy import LazyArray, Saves
 from deltackpt.reading import saves as stored
 from deltackpt.reading.saves import StoredSave
+from deltackpt.storage.store import Stamp
 from deltackpt.units import count
-
-#: Inode and time of the last change of a step's directory: a committed step never changes.
-Place = tuple[int, int]
-
-
-def place_of(step_dir: Path) -> Place | None:
-    """What tells a step's directory from another that takes its place; None where none is seen."""
-    try:
-        found = step_dir.stat()
-    except OSError:  # Where it is needed, reading it says what is wrong.
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 class Table(LazyArray):
@@ -85,11 +74,12 @@ class Step:
       path: the step's directory.
     """
 
-    def __init__(self, saves: Saves, place: Place | None):
-        """Made by ``Checkpoints.at``; the place is that of before the manifests were read."""
+    def __init__(self, saves: Saves, stamp: Stamp | None):
+        """Made by ``Checkpoints.at``; the stamp is that of before the manifests were read."""
         self._saves = saves
-        self._place = place
-        self.path: Path = saves.target.step_dir
+        self._stamp = stamp
+        self._spot = saves.target.step_dir
+        self.path = Path(self._spot)
 
     @property
     def step(self) -> int:
@@ -139,7 +129,7 @@ class Step:
         """The dense leaves by their '/'-joined paths; those that deltackpt's manager saved."""
         if not self._own.layout.dense:
             return MappingProxyType({})
-        if not (self.path / names.DENSE_ITEM).is_dir() and self._stands():
+        if not (self._spot / names.DENSE_ITEM).is_dir() and self._stands():
             stored.check_dense(self._own)
         return self._item(names.DENSE_ITEM)
 
@@ -147,14 +137,16 @@ class Step:
     def items(self) -> Mapping[str, DenseItem]:
         """Every item that Orbax's PyTree handler wrote, by name."""
         with self._standing():
-            found = sorted(path.parent.name for path in self.path.glob(f"*/{METADATA}"))
+            found = [
+                name for name in self._spot.folders() if (self._spot / name / METADATA).is_file()
+            ]
             stored.check_stands(self._own)
             return MappingProxyType({name: self._item(name) for name in found})
 
     def _item(self, name: str) -> DenseItem:
         entries = self._own.layout.dense if name == names.DENSE_ITEM else ()
         return DenseItem(
-            self.path / name,
+            self._spot / name,
             entries,
             digests="step" in self._own.head.digests,
             stands=self._stands,
@@ -167,30 +159,30 @@ class Step:
         if not target.compacted:
             return target
         with self._standing():
-            return stored.read_save(self.path, target.item)
+            return stored.read_save(self._spot, target.item)
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
         """Within, what fails since the step is no more the one that was opened is ``StepGone``."""
         target = self._saves.target
         return stored.standing(
-            self.path,
-            stands=lambda: stored.stands(self.path, target.info.save_id, target.item),
+            self._spot,
+            stands=lambda: stored.stands(self._spot, target.info.save_id, target.item),
             instead="open",
         )
 
     def _stands(self) -> bool:
         """Whether the step's directory is still the one that was opened."""
-        place = place_of(self.path)
-        if place is None or place == self._place:
-            return place is not None
+        stamp = self._spot.stamp()
+        if stamp is None or stamp == self._stamp:
+            return stamp is not None
         # Another one, or somebody put a file into it.
         own = self._own.info.save_id
         try:
-            same = stored.read_save(self.path, self._own.item).info.save_id == own
+            same = stored.read_save(self._spot, self._own.item).info.save_id == own
         except RestoreError:
             return False
         if same:
-            self._place = place
+            self._stamp = stamp
         return same
 
     def __getitem__(self, name: str) -> Any:

@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory as a whole: opening it, its lease, its steps, rollback and collection.
+"""The directory as a whole: opening it, its steps, rollback and collection.
 
-The lease is a file per epoch, ``lease.<epoch>.msgpack``, whose name is made with ``O_EXCL``: of
-two trainers that start at the same moment one gets the epoch and the other the next. The newest
-epoch holds the lease, so a restart after SIGKILL takes over at once and never waits for a dead
-holder; an older holder that still runs is fenced at its next commit. The name is the claim, its
-contents say who made it: a claim that was cut before they were written still counts.
-
-Epochs alone do not tell directories apart: a backup has the same ones. So a path is resolved once,
-at opening; a holder keeps the directory open, which pins its inode, and before every commit looks
-whether that very directory still stands under its path, and whether the lease in it is its own.
+Who may write is in ``lease``. A backup has the same epochs as what it is of: a path is resolved
+once, at opening, and what is committed is committed to that very directory, or not at all.
 
 What a root promises of commit, durability and lease:
 
@@ -27,90 +20,62 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import os
 import re
-import socket
 import threading
-import time
 import uuid
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     FencedError,
     ForeignDirectory,
     FormatTooNew,
-    InUse,
     OptionError,
     RestoreError,
     StorageError,
     UnsupportedRoot,
 )
-from deltackpt.format import chain, manifest
+from deltackpt.format import chain
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger import lease, leftovers
+from deltackpt.ledger.lease import Lease
+from deltackpt.reading import foreign
 from deltackpt.reading import saves as stored
 from deltackpt.storage import files
 from deltackpt.storage.digests import check_step_files
+from deltackpt.storage.store import FileStore, Spot, Stamp
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
-_LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
-_MAGIC = "deltackpt.lease"
-#: The end of the year 9999: no clock shows a later time.
-_MOST_SECS = 253_402_300_800
 #: Orbax 0.12.8 looks for the parts of its dense files by a glob of the whole path.
 _PATTERN = frozenset("*?[")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lease:
-    """Who holds a directory, since when (seconds since 1970)."""
-
-    epoch: int
-    holder: str
-    host: str
-    pid: int
-    since_secs: float
-
-    @property
-    def runs(self) -> bool | None:
-        """Whether a process of its number runs; None where it is that of another host."""
-        if self.host != socket.gethostname():
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # It is another user's.
-        return True
 
 
 class Root:
     """One checkpoint directory, open for a trainer or read-only."""
 
-    def __init__(self, path: Path, item: str, lease: Lease | None, *, given: Path | None = None):
+    def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
         """Made by ``Root.open``; ``given`` is the path before links in it were followed."""
         self.path = path
         self.given = given or path
         self._item = item
-        self._lease = lease
+        self._lease = held
         #: Whether the file of the lease says who holds it.
         self._signed = False
-        if lease is not None:
+        if held is not None:
             with files.typed_errors(path, "be opened"):
                 descriptor = os.open(path, os.O_RDONLY)
             # While it is open, no other directory can have its inode.
             self._unpin = weakref.finalize(self, os.close, descriptor)
-            self._place = os.fstat(descriptor)
+            self._stamp = Stamp.of(os.fstat(descriptor))
         self._known: dict[str, SaveInfo] = {}
-        self._bases: dict[tuple[str, int], SaveInfo] = {}
+        self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
         #: The training thread asks about saves, and the collector does.
         self._lock = threading.Lock()
         self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -166,22 +131,29 @@ class Root:
                 "takes them for patterns and would commit steps whose dense leaves nobody can "
                 "read; give another path"
             )
-        _make_durable(path)
+        files.make_durable(path)
         _refuse_foreign(path)
         _refuse_other_item(path, item)
-        root = cls(path, item, _claim_lease(path, after_epoch), given=given)
+        held = lease.claim(path, after_epoch)
+        root = cls(path, item, held, given=given)
         # Before the claim is signed: on a full file system the leftovers are what fills it.
         root.remove_leftovers()
-        root._sign_lease()
+        lease.sign(path, held)
+        root._signed = True
         return root
 
     def step_dir(self, step: int) -> Path:
         """Where a step stands once it is committed."""
         return self.path / str(step)
 
+    @property
+    def spot(self) -> Spot:
+        """The directory, for readers."""
+        return Spot(FileStore(self.path), "")
+
     def steps(self) -> list[int]:
         """Committed steps, in no order: one listing of the root."""
-        numbers = map(layout.step_number, _listing(self.path))
+        numbers = map(layout.step_number, files.listing(self.path))
         return [number for number in numbers if number is not None]
 
     def newest_step(self) -> int | None:
@@ -201,7 +173,7 @@ class Root:
                 if name not in self._known:
                     # Removed while it is read, or damaged: it stays unknown.
                     with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = stored.read_save(self.path / name, self._item).info
+                        self._known[name] = stored.read_save(self.spot / name, self._item).info
                 found[step] = self._known.get(name)
             return found
 
@@ -212,12 +184,12 @@ class Root:
     def _compacted(self) -> dict[str, SaveInfo]:
         """Compacted bases by the names of their steps; each is read once."""
         with self._lock:
-            bases = stored.compacted_bases(self.path, self._item)
+            bases = stored.compacted_bases(self.spot, self._item)
             self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
             for key in bases.items():
                 if key not in self._bases:
                     with contextlib.suppress(RestoreError, OSError):
-                        found = stored.read_base(self.path / key[0], self._item)
+                        found = stored.read_base(self.spot / key[0], self._item)
                         self._bases[key] = found.info
             return {name: info for (name, _), info in self._bases.items()}
 
@@ -243,8 +215,8 @@ class Root:
         Raises:
           Damaged: it was not signed, or is altered.
         """
-        newest = max(epochs(self.path), default=None)
-        return None if newest is None else read_lease(self.path / layout.lease_name(newest))
+        newest = max(lease.epochs(self.path), default=None)
+        return None if newest is None else lease.read_lease(self.path / layout.lease_name(newest))
 
     def check_lease(self) -> None:
         """Checks that the directory is still the one that was opened, and its lease still ours.
@@ -258,20 +230,20 @@ class Root:
         if self._lease is None:
             return
         self._check_place(self._lease)
-        newest = max(epochs(self.path), default=0)
+        newest = max(lease.epochs(self.path), default=0)
         if newest == self._lease.epoch:
             if not self._signed:
                 return
             with contextlib.suppress(Damaged, FormatTooNew):
-                found = read_lease(self.path / layout.lease_name(newest))
+                found = lease.read_lease(self.path / layout.lease_name(newest))
                 if found.holder == self._lease.holder:
                     return
-        raise self._fenced(_holder(self.path, newest, self._lease.epoch))
+        raise self._fenced(lease.holder(self.path, newest, self._lease.epoch))
 
-    def _check_place(self, lease: Lease) -> None:
+    def _check_place(self, own: Lease) -> None:
         """Checks that the directory that was opened stands where it did."""
         try:
-            stands = os.path.samestat(os.stat(self.path), self._place)
+            stands = self._stamp.same(Stamp.of(os.stat(self.path)))
         except OSError as error:
             raise StorageError(
                 f"{self.path}: expected to find the directory where it was opened, found "
@@ -279,20 +251,20 @@ class Root:
                 "again, or stop this trainer and open it where it is now"
             ) from error
         if not stands:
-            newest = max(epochs(self.path), default=0)
-            held = _holder(self.path, newest, lease.epoch)
+            newest = max(lease.epochs(self.path), default=0)
+            held = lease.holder(self.path, newest, own.epoch)
             raise self._fenced(f"another directory in its place, with {held}")
         # A link that is gone leads to no other directory: it may be about to be made anew.
         with contextlib.suppress(OSError):
-            if not os.path.samestat(os.stat(self.given), self._place):
+            if not self._stamp.same(Stamp.of(os.stat(self.given))):
                 raise self._fenced(f"that {self.given}, which led to it, leads elsewhere now")
 
     def _fenced(self, found: str) -> FencedError:
         assert self._lease is not None
         return FencedError(
             f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, holder "
-            f"{self._lease.holder[:8]}, taken {_utc(self._lease.since_secs)}), found {found}; stop "
-            "this trainer, its later steps are not committed"
+            f"{self._lease.holder[:8]}, taken {lease.utc(self._lease.since_secs)}), found {found}; "
+            "stop this trainer, its later steps are not committed"
         )
 
     def roll_back(self, step: int, run: str) -> list[int]:
@@ -322,16 +294,15 @@ class Root:
             with self._lock:
                 self._known.pop(str(found), None)
         self._move_bases_aside(step, aside)
-        warnings.warn(
+        events.warn(
             f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
-            f"to {layout.ROLLED_BACK}/{run}",
-            stacklevel=4,
+            f"to {layout.ROLLED_BACK}/{run}"
         )
         return later
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Compacted bases of later steps go with these, so that they stay whole."""
-        bases = stored.compacted_bases(self.path, self._item)
+        bases = stored.compacted_bases(self.spot, self._item)
         for name in bases:
             number = layout.step_number(name)
             if number is not None and number > step:
@@ -353,8 +324,8 @@ class Root:
             self.check_lease()
         except (FencedError, StorageError):
             return
-        for name in _listing(self.path):
-            if is_leftover(name):
+        for name in files.listing(self.path):
+            if leftovers.is_leftover(name):
                 # Never committed, so nobody reads it; removing it in place works on a full disk.
                 files.remove_tree(self.path / name)
         self.empty_trash()
@@ -463,41 +434,10 @@ class Root:
             finally:
                 self._unpin()
 
-    def _sign_lease(self) -> None:
-        """Writes who holds the lease into its file; half of it reads as a trainer that starts."""
-        assert self._lease is not None
-        path = self.path / layout.lease_name(self._lease.epoch)
-        with files.typed_errors(path, "write"), contextlib.suppress(FileNotFoundError):
-            # Without the file a newer trainer has taken the directory: the first commit says so.
-            with open(path, "r+b") as file:
-                file.write(manifest.to_bytes(self._lease, _MAGIC))
-                file.flush()
-                os.fsync(file.fileno())
-        self._signed = True
-
-
-def _listing(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path}: expected to list it, found {os.strerror(error.errno or 0)}; check the path, "
-            "its permissions and the file system"
-        ) from error
-
-
-def _make_durable(path: Path) -> None:
-    """Makes a directory and what is missing above it; their names are on disk afterwards."""
-    with files.typed_errors(path, "make a directory"):
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        for folder in missing:
-            files.fsync_path(folder.parent)
-
 
 def _refuse_foreign(path: Path) -> None:
-    names = {name for name in _listing(path) if not name.startswith(".")}
-    if is_step_dir(path, names):
+    names = {name for name in files.listing(path) if not name.startswith(".")}
+    if leftovers.is_step_dir(path, names):
         raise ForeignDirectory(
             f"{path}: expected a directory of steps, found a step; give {path.parent}, and "
             f"{path.name} as the step"
@@ -509,18 +449,11 @@ def _refuse_foreign(path: Path) -> None:
             f"the first base of a directory of its own with 'deltackpt import {path} NEW_DIRECTORY "
             "--tables PATTERN', and go on there"
         )
-    if names and not any(is_known(name) for name in names):
+    if names and not any(leftovers.is_known(name) for name in names):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found "
             f"{sorted(names)[:5]}; give the directory of the steps, or an empty one"
         )
-
-
-def is_step_dir(path: Path, names: Iterable[str]) -> bool:
-    """Whether a directory, whose entries are given, is a step and no root of steps."""
-    return layout.STEP_DIGESTS in names or any(
-        (path / name / layout.manifest_name(0)).exists() for name in names if not is_known(name)
-    )
 
 
 def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> str:
@@ -555,103 +488,9 @@ def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> s
     )
 
 
-def is_leftover(name: str) -> bool:
-    """Whether it is the name of a save that was cut off, or is under way."""
-    return _LEFTOVER.fullmatch(name) is not None
-
-
-def is_known(name: str) -> bool:
-    """Whether deltackpt, Orbax or mkfs makes such a name in a root."""
-    return (
-        name
-        in (
-            layout.ROLLED_BACK,
-            layout.TRASH,
-            layout.COMPACTED,
-            "lost+found",
-            layout.STEP_METADATA,
-        )
-        or layout.lease_epoch(name) is not None
-        or layout.step_number(name) is not None
-        or is_leftover(name)
-    )
-
-
 def _refuse_other_item(path: Path, item: str) -> None:
     """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
-    steps = [name for name in _listing(path) if layout.step_number(name) is not None]
+    steps = [name for name in files.listing(path) if layout.step_number(name) is not None]
     newest = path / max(steps, key=int, default="")
-    if steps and not (newest / item).is_dir() and stored.is_checkpoint(newest):
-        raise stored.foreign(newest, item)
-
-
-def epochs(path: Path) -> Iterator[int]:
-    """Epochs of the leases of a directory, in no order."""
-    for name in _listing(path):
-        epoch = layout.lease_epoch(name)
-        if epoch is not None:
-            yield epoch
-
-
-def _claim_lease(path: Path, after_epoch: int | None) -> Lease:
-    """Takes the epoch after the newest; its name is on disk afterwards, its contents are not."""
-    while True:
-        older = sorted(epochs(path))
-        newest = older[-1] if older else 0
-        if after_epoch not in (None, newest):
-            raise InUse(
-                f"{path}: expected its lease at epoch {after_epoch}, found epoch {newest}: a "
-                "trainer started meanwhile; it collects by itself"
-            )
-        lease = Lease(
-            epoch=newest + 1,
-            holder=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            since_secs=time.time(),
-        )
-        with files.typed_errors(path / layout.lease_name(lease.epoch), "take the lease"):
-            try:
-                (path / layout.lease_name(lease.epoch)).touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            files.fsync_path(path)
-        if max(epochs(path), default=0) > lease.epoch:
-            # The listing was old: a later epoch was taken, and removed the name of this one.
-            continue
-        with files.typed_errors(path, "remove older leases"):
-            for epoch in older:
-                (path / layout.lease_name(epoch)).unlink(missing_ok=True)
-        return lease
-
-
-def read_lease(path: Path) -> Lease:
-    """Reads who holds a directory from the file of the lease.
-
-    Raises:
-      Damaged: it was not signed, is altered, or says what no lease can.
-    """
-    lease = manifest.from_bytes(files.read_bytes(path), Lease, name=path.name, magic=_MAGIC)
-    if not 0 <= lease.since_secs < _MOST_SECS:
-        raise Damaged(path.name, "a time since 1970", f"{lease.since_secs} seconds")
-    return lease
-
-
-def _holder(path: Path, newest: int, own: int) -> str:
-    """What stands in the place of the lease of epoch ``own``."""
-    if newest < own:
-        return "its file removed, so that another trainer may hold the directory unseen"
-    try:
-        lease = read_lease(path / layout.lease_name(newest))
-    except FormatTooNew:
-        return f"epoch {newest} held by a trainer of a newer deltackpt"
-    except RestoreError:
-        return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
-    return (
-        f"epoch {newest} held by process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) "
-        f"since {_utc(lease.since_secs)}"
-    )
-
-
-def _utc(secs: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(secs))
+    if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):
+        raise foreign.foreign(newest, item)

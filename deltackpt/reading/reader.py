@@ -8,41 +8,35 @@ hold different rows, so they run in parallel, and a save is finished before the 
 
 from __future__ import annotations
 
-import bisect
 import collections
 import concurrent.futures
 import dataclasses
 import functools
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.errors import Damaged, RestoreError, TemplateMismatch
-from deltackpt.format import blocks, gaps, globs, manifest
+from deltackpt.errors import Damaged, RestoreError
+from deltackpt.format import blocks, gaps
 from deltackpt.format import names as layout
 from deltackpt.format.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ArrayEntry, Cover, FieldSpec, GroupEntry, Layout, Segment
+from deltackpt.format.manifest import ArrayEntry, FieldSpec, Layout, Segment
 from deltackpt.reading import merge
 from deltackpt.reading.merge import Target
+from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredPart, StoredSave, raise_if_removed, read_whole
+from deltackpt.reading.targets import Targets, Wanted, empty_buffers
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
-
-#: Called with (bytes read so far, bytes to read in all), from a background thread.
-Progress = Callable[[int, int], None]
 
 _READERS = 2
 
 #: Kept for the next piece: fresh memory would cost more than the merge.
 _SCRATCH_BYTES = 128 * 2**20
-
-#: Table name to field name to the boxes of it that this process needs.
-Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +157,7 @@ def fill(
             work = list(pool.map(lambda save: pieces(save, targets, numbers), saves))
             if not over_parent:
                 check_covered(saves[0], targets, work[0])
-            meter = _Meter(sum(piece.nbytes for found in work for piece in found), progress)
+            meter = Meter(progress, sum(piece.nbytes for found in work for piece in found))
             for found in work:
                 for future in [pool.submit(piece.run, meter, scratch) for piece in found]:
                     future.result()
@@ -174,159 +168,9 @@ def fill(
     return meter.done
 
 
-def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
-    """All fields of some tables, of each a half-open range of rows.
-
-    Args:
-      target: the layout of the step.
-      rows: table name, or the end of exactly one, to the range, None for all rows.
-
-    Raises:
-      TemplateMismatch: there is no such table, or it has fewer rows.
-    """
-    tables = {table.name: table for table in target.tables}
-    groups = {group.name: group for group in target.groups}
-    found: dict[str, dict[str, list[Box]]] = {}
-    for asked, span in rows.items():
-        name = globs.meant(asked, tables, TemplateMismatch)
-        if name not in tables:
-            raise TemplateMismatch(
-                f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
-                "step; ask for one of them"
-            )
-        start, stop = span if span is not None else (0, tables[name].rows)
-        if not 0 <= start <= stop <= tables[name].rows:
-            raise TemplateMismatch(
-                f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "
-                f"[{start}, {stop}); ask for rows that the step holds"
-            )
-        found[name] = {
-            spec.name: [Box((start, stop), (0, manifest.width(spec.trailing)))]
-            for spec in groups[tables[name].group].fields
-        }
-    return found
-
-
-def empty_buffers(
-    target: Layout, wanted: Wanted | None = None
-) -> tuple[dict[str, dict[str, dict[Box, np.ndarray]]], Targets]:
-    """Memory for what is wanted of a step: table name to field name to box to array.
-
-    Args:
-      target: the layout of the step.
-      wanted: by default every table and slot as a whole.
-
-    Returns:
-      The arrays, and the same as targets of ``fill``.
-    """
-    if wanted is None:
-        wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
-    groups = {group.name: group for group in target.groups}
-    buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
-    targets = []
-    for table in target.tables:
-        asked = wanted.get(table.name, {})
-        group = groups[table.group]
-        for spec in group.fields:
-            if spec.name in asked:
-                buffers.setdefault(table.name, {})[spec.name] = {}
-            for box in asked.get(spec.name, ()):
-                (start, stop), (first, last) = box
-                trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
-                buffer = memory.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
-                buffers[table.name][spec.name][box] = buffer
-                # A template may have grown: its further rows are not in the step.
-                start, stop = min(start, table.rows), min(stop, table.rows)
-                targets.append(
-                    Target(
-                        group=group.name,
-                        field=spec.name,
-                        rows=(table.offset + start, table.offset + stop),
-                        columns=box.columns if group.columns(spec) is not None else None,
-                        buffer=buffer[: stop - start],
-                    )
-                )
-    return buffers, Targets(targets, target)
-
-
-class Targets:
-    """The buffers that a restore fills, by group, field and rows."""
-
-    def __init__(self, targets: Sequence[Target], target: Layout):
-        """Sorts them.
-
-        Args:
-          targets: boxes of one field are cut by a grid: their rows are the same or disjoint.
-          target: the layout of the step.
-        """
-        self.all = tuple(targets)
-        self._layout = target
-        self._sorted: dict[tuple[str, str], list[Target]] = {}
-        for one in sorted(targets, key=lambda one: one.rows):
-            self._sorted.setdefault((one.group, one.field), []).append(one)
-
-    def over(self, group: str, field: str, rows: Span, columns: Span) -> tuple[Target, ...]:
-        """Those of a field that share rows and columns with a segment."""
-        found = self._sorted.get((group, field), [])
-        low = bisect.bisect_right(found, rows[0], key=lambda one: one.rows[1])
-        high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
-        return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
-
-    def want(self, segment: Segment, rows: Span) -> bool:
-        """Whether there are any over rows of a segment, of whichever of its fields."""
-        return any(
-            self.over(segment.group, field, rows, segment.columns) for field in segment.fields
-        )
-
-    def touch(self, cover: Cover) -> bool:
-        """Whether a part with such rows may hold any of them: no work for each of its tables."""
-        wanted = self._covers.get(cover.group)
-        return (
-            wanted is not None
-            and _meet(wanted.share, cover.share)
-            and _meet(wanted.columns, cover.columns)
-            and any(_meet(one, other) for one in wanted.tables for other in cover.tables)
-        )
-
-    @functools.cached_property
-    def _covers(self) -> dict[str, Cover]:
-        """Group to where its targets lie."""
-        return {
-            group.name: cover
-            for group in self._layout.groups
-            if (cover := self._cover(group)) is not None
-        }
-
-    def _cover(self, group: GroupEntry) -> Cover | None:
-        targets = [one for one in self.all if one.group == group.name]
-        spans = blocks.rows_of(one.rows for one in targets)
-        columns = [one.columns or (0, group.width) for one in targets]
-        return manifest.cover(group, self._layout.tables, spans, columns) if len(spans) else None
-
-
-def _meet(one: Span, other: Span) -> bool:
-    return max(one[0], other[0]) < min(one[1], other[1])
-
-
-class _Meter:
-    """Counts bytes read, for the progress callback."""
-
-    def __init__(self, total: int, progress: Progress | None):
-        self.done = 0
-        self._total = total
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self._progress is not None:
-                self._progress(self.done, self._total)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """Work of one read: positions ``[start, stop)`` of one field of a segment, within one chunk."""
+class Read:
+    """Positions ``[start, stop)`` of one field of a segment, within one chunk."""
 
     field: _StoredField
     rows: Rows
@@ -342,7 +186,7 @@ class Piece:
             for entry in (*self.field.stored.values(), *self.field.beside)
         )
 
-    def run(self, meter: _Meter, scratch: Staging) -> None:
+    def run(self, meter: Meter, scratch: Staging) -> None:
         """Reads, decodes and merges the piece; what is read on the way is in ``scratch``."""
         direct = self._direct_target()
         if direct is not None:
@@ -460,7 +304,7 @@ class _StoredField:
         self.part.read_array(self.segment, entry, start, stop, out)
 
 
-def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None) -> list[Piece]:
+def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None) -> list[Read]:
     """The work of one save, in pieces of different rows.
 
     Args:
@@ -484,7 +328,7 @@ def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None
     return found
 
 
-def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Iterator[Piece]:
+def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Iterator[Read]:
     rows, first = held
     chunk_rows = stored.stored[""].chunk_rows
     segment, field = stored.segment, stored.spec.name
@@ -497,7 +341,7 @@ def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Ite
         while start < stop:
             end = min(stop, (start // chunk_rows + 1) * chunk_rows)
             part = rows[start - first : end - first]
-            yield Piece(stored, part, start, end, over(part))
+            yield Read(stored, part, start, end, over(part))
             start = end
 
 
@@ -508,7 +352,7 @@ def reach(rows: Rows) -> Span:
     return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
-def check_covered(base: StoredSave, targets: Targets, work: Sequence[Piece]) -> None:
+def check_covered(base: StoredSave, targets: Targets, work: Sequence[Read]) -> None:
     """Checks that a base holds every row of what is wanted, exactly once.
 
     Args:
@@ -551,11 +395,35 @@ def segment_rows(part: StoredPart, segment: Segment) -> Rows:
       Damaged: row numbers are missing or altered.
     """
     part.check(segment)
-    total = part.groups[segment.group].rows
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)
+    return gap_rows(part, segment)
+
+
+def gap_rows(
+    part: StoredPart,
+    segment: Segment,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    after: int | None = None,
+) -> np.ndarray:
+    """Row numbers of a segment that are stored as gaps, checked against its group.
+
+    Args:
+      part: the segment's.
+      segment: one without ranges.
+      start: the first of them.
+      stop: the last + 1; all by default.
+      after: the row before the first; None where they begin with the segment's first.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
     entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
-    out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
-    part.read_array(segment, entry, 0, entry.shape[0], out)
-    name = "/".join(part.directory(segment, entry).parts[-5:])
-    return gaps.decode_gaps(out, total_rows=total, name=name)
+    stop = entry.shape[0] if stop is None else stop
+    out = memory.empty_buffer((stop - start,), np.dtype(entry.dtype))
+    part.read_array(segment, entry, start, stop, out)
+    total = part.groups[segment.group].rows
+    name = part.directory(segment, entry).shown(5)
+    return gaps.decode_gaps(out, total_rows=total, name=name, after=after)

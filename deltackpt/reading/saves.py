@@ -6,9 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -16,11 +13,10 @@ from typing import TypeVar
 import google_crc32c
 import numpy as np
 
-from deltackpt import codecs
+from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
-    DeltackptError,
     ForeignDirectory,
     FormatTooNew,
     RestoreError,
@@ -29,29 +25,26 @@ from deltackpt.errors import (
     StorageError,
     TemplateMismatch,
 )
-from deltackpt.events import TableFigures
 from deltackpt.format import chain, manifest, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import (
     ArrayEntry,
     Cover,
-    Encoding,
     FieldSpec,
     GroupEntry,
     Layout,
     Manifest,
     SaveId,
     Segment,
-    TableEntry,
 )
 from deltackpt.reading import bounds
-from deltackpt.storage import arrays, files
-from deltackpt.storage import digests as integrity
+from deltackpt.reading.foreign import foreign
+from deltackpt.reading.removal import goes, gone, is_of_reading, standing
+from deltackpt.storage import arrays, digests
 from deltackpt.storage.arrays import ChunkSums
 from deltackpt.storage.digests import Digest
+from deltackpt.storage.store import Spot, Stamp, spot
 
-_GONE_CHECKS = 5
-_GONE_INTERVAL_SECS = 0.1
 #: How often a chain is sought anew beside trainers and compactors that go on replacing it.
 _MOST_CHAINS = 8
 
@@ -71,15 +64,15 @@ class StoredSave:
     """
 
     info: SaveInfo
-    step_dir: Path
+    step_dir: Spot
     item: str
-    item_dir: Path
+    item_dir: Spot
     head: Manifest
 
     @property
     def name(self) -> str:
         """Where it is below the root."""
-        return self.item_dir.relative_to(self.step_dir.parent).as_posix()
+        return self.item_dir.below(self.step_dir.parent)
 
     @property
     def compacted(self) -> bool:
@@ -115,7 +108,7 @@ class StoredSave:
     def _part(self, process: int) -> StoredPart:
         if process not in self._read:
             name = names.manifest_name(process)
-            data = files.read_bytes(self.item_dir / name)
+            data = (self.item_dir / name).read()
             expected = self.head.parts[process].crc32c
             if (found := google_crc32c.value(data)) != expected:
                 shown = f"{self.name}/{name}"
@@ -157,7 +150,7 @@ class StoredPart:
       groups: the save's groups by name.
     """
 
-    item_dir: Path
+    item_dir: Spot
     record: Manifest
     groups: Mapping[str, GroupEntry]
 
@@ -173,10 +166,10 @@ class StoredPart:
     def _digests(self) -> dict[str, dict[str, Digest]]:
         """Directory of each array below the item's to its chunks' paths and digests."""
         found: dict[str, dict[str, Digest]] = {}
-        digests = integrity.read_item_digests(self.item_dir, self.record)
-        for name in digests.files:
+        known = digests.read_item_digests(self.item_dir, self.record)
+        for name in known.files:
             array, _, chunk = name.rpartition("/c/")
-            found.setdefault(array, {})[f"c/{chunk}"] = digests.digest(name)
+            found.setdefault(array, {})[f"c/{chunk}"] = known.digest(name)
         return found
 
     @functools.cached_property
@@ -184,8 +177,8 @@ class StoredPart:
         """Names of the segments that were checked."""
         return set()
 
-    def directory(self, segment: Segment, entry: ArrayEntry) -> Path:
-        """Directory of a stored array."""
+    def directory(self, segment: Segment, entry: ArrayEntry) -> Spot:
+        """Where a stored array is."""
         return names.array_dir(self.item_dir, self.record.process, segment.name, entry.name)
 
     def check(self, segment: Segment) -> None:
@@ -201,13 +194,13 @@ class StoredPart:
             return
         for entry in segment.arrays:
             directory = self.directory(segment, entry)
-            chunks = self._digests.get(directory.relative_to(self.item_dir).as_posix(), {})
-            nbytes, name = arrays.chunk_bytes(entry), files.object_name(directory, 5)
+            chunks = self._digests.get(directory.below(self.item_dir), {})
+            nbytes, name = arrays.chunk_bytes(entry), directory.shown(5)
             bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
             if chunks:
-                path = arrays.chunk_path(directory, entry, 0)
-                shown = files.object_name(path, 7)
-                bounds.check_chunk(entry, nbytes, files.length(path, shown), shown)
+                first = directory / arrays.chunk_name(entry, 0)
+                shown = first.shown(7)
+                bounds.check_chunk(entry, nbytes, first.length(shown), shown)
         self._sound.add(segment.name)
 
     def read_array(
@@ -216,12 +209,15 @@ class StoredPart:
         """Reads rows of one stored array, every chunk verified to be the one written there."""
         self.check(segment)
         directory = self.directory(segment, entry)
-        name = directory.relative_to(self.item_dir).as_posix()
-        checksums = self.checksums.get(name, {})
+        checksums = self.checksums.get(directory.below(self.item_dir), {})
         arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
 
 
-def read_save(step_dir: Path, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
+#: A step by its spot, or by its path, which is a name in the store of its directory.
+Where = Spot | Path
+
+
+def read_save(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
     """Reads and checks the manifests of one step.
 
     Raises:
@@ -230,6 +226,7 @@ def read_save(step_dir: Path, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
       Damaged: a manifest is missing, altered, or of another save.
       FormatTooNew: it has codecs that are not known here.
     """
+    step_dir = spot(step_dir)
     item_dir = step_dir / item
     if not step_dir.is_dir():
         raise StepNotFound(
@@ -241,58 +238,8 @@ def read_save(step_dir: Path, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
     return _read_save(step_dir, item, item_dir)
 
 
-def foreign(step_dir: Path, item: str) -> ForeignDirectory:
-    """What is wrong with a step that has no item of ours by some name: what it holds instead."""
-    entries = _entries(step_dir)
-    found: object = [path.name for path in entries]
-    ours = _our_items(step_dir)
-    if ours:
-        found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
-        action = (
-            f"give the manager handlers={{{ours[0]!r}: Tables(...)}}, or what reads the steps item="
-            f"{ours[0]!r} (--item {ours[0]})"
-        )
-    elif _is_of_orbax(step_dir):
-        items = [path.name for path in entries if path.is_dir()]
-        found = f"a step of stock Orbax with the items {items}"
-        action = (
-            f"make it the first base of a directory of its own with 'deltackpt import "
-            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and go on there"
-        )
-    else:
-        action = (
-            "check the directory and the item's name, or restore it with the library that wrote it"
-        )
-    return ForeignDirectory(
-        f"{step_dir}: expected an item {item!r} written by deltackpt, found {found}; {action}"
-    )
-
-
-def is_checkpoint(step_dir: Path) -> bool:
-    """Whether a directory is a step of ours, by whatever name of the item, or of stock Orbax."""
-    return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
-
-
-def _our_items(step_dir: Path) -> list[str]:
-    found = _entries(step_dir)
-    return [path.name for path in found if (path / names.manifest_name(0)).is_file()]
-
-
-def _is_of_orbax(step_dir: Path) -> bool:
-    places = (step_dir, *_entries(step_dir))
-    return any((path / names.PYTREE_METADATA).is_file() for path in places)
-
-
-def _entries(step_dir: Path) -> list[Path]:
-    """What a step holds; nothing where it goes meanwhile, or is no directory."""
-    try:
-        return sorted(step_dir.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def read_compacted(
-    step_dir: Path, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM
+    step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM
 ) -> StoredSave | None:
     """Reads and checks the compacted base that stands for a save.
 
@@ -307,6 +254,7 @@ def read_compacted(
     Raises:
       Damaged, FormatTooNew: as ``read_save``.
     """
+    step_dir = spot(step_dir)
     item_dir = names.compacted_dir(step_dir, item)
     if not item_dir.is_dir():
         return None
@@ -319,99 +267,38 @@ def read_compacted(
     return save if save.info.save_id == save_id else None
 
 
-def read_base(step_dir: Path, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
+def read_base(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
     """Reads and checks the compacted base of a step, whichever save it stands for.
 
     Raises:
       Damaged, FormatTooNew: as ``read_save``.
     """
+    step_dir = spot(step_dir)
     return _read_save(step_dir, item, names.compacted_dir(step_dir, item))
 
 
-def compacted_bases(root: Path, item: str = names.EMBEDDINGS_ITEM) -> dict[str, int]:
-    """Names of the steps that have a compacted base, each with the inode of its directory."""
-    found = {}
-    with contextlib.suppress(FileNotFoundError):
-        for step in (root / names.COMPACTED).iterdir():
-            if not names.is_compaction(step.name):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    found[step.name] = (step / item).stat().st_ino
-    return found
+def compacted_bases(root: Where, item: str = names.EMBEDDINGS_ITEM) -> dict[str, Stamp]:
+    """Names of the steps that have a compacted base, each with the stamp of its folder."""
+    folder = spot(root) / names.COMPACTED
+    stamps = {
+        step: (folder / step / item).stamp()
+        for step in folder.folders()
+        if not names.is_compaction(step)
+    }
+    return {step: stamp for step, stamp in stamps.items() if stamp is not None}
 
 
-def _read_save(step_dir: Path, item: str, item_dir: Path) -> StoredSave:
-    path = item_dir / names.manifest_name(0)
-    name = path.relative_to(step_dir.parent).as_posix()
-    head = manifest.from_bytes(files.read_bytes(path, name), name=name)
+def _read_save(step_dir: Spot, item: str, item_dir: Spot) -> StoredSave:
+    at = item_dir / names.manifest_name(0)
+    name = at.below(step_dir.parent)
+    head = manifest.from_bytes(at.read(name), name=name)
     chain.check_index(head)
     bounds.check_head(head, name)
-    info = SaveInfo(
-        save_id=head.save_id,
-        kind=head.kind,
-        parent=head.parent,
-        step_dir=step_dir.name,
-        nbytes=head.nbytes,
-    )
-    return StoredSave(info, step_dir, item, item_dir, head)
-
-
-def table_figures(
-    groups: Sequence[GroupEntry], tables: Sequence[TableEntry], segments: Sequence[Segment]
-) -> tuple[TableFigures, ...]:
-    """What segments hold of each table, by field.
-
-    A field's bytes are shared out by rows. The bytes of the row numbers, which serve all fields
-    of a segment, are in none of them.
-
-    Args:
-      groups: of the save.
-      tables: of the save.
-      segments: of one part, or of all.
-    """
-    found = []
-    for group in groups:
-        members = manifest.members(group, tables)
-        for spec in group.fields:
-            parts = [
-                (segment, encoding)
-                for segment in segments
-                for encoding in segment.encodings
-                if (segment.group, encoding.field) == (group.name, spec.name)
-            ]
-            row_bytes = math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize
-            for place, table in enumerate(members):
-                figures = _figures(table.name, spec.name, place, parts, row_bytes)
-                if figures.rows:
-                    found.append(figures)
-    return tuple(found)
-
-
-def _figures(
-    table: str, field: str, place: int, parts: Sequence[tuple[Segment, Encoding]], row_bytes: int
-) -> TableFigures:
-    """Figures of the table that stands at ``place`` in its group."""
-    # Segments of other columns hold the same rows again.
-    first = min((segment.columns[0] for segment, _ in parts), default=0)
-    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == first)
-    nbytes = sum(
-        round(part.nbytes * part.rows[place] / max(1, sum(part.rows))) for _, part in parts
-    )
-    norm = sum(part.squared_norm[place] for _, part in parts)
-    error = sum(part.squared_error[place] for _, part in parts)
-    return TableFigures(
-        table=table,
-        field=field,
-        codec="+".join(sorted({part.codec for _, part in parts})),
-        reason="; ".join(sorted({part.reason for _, part in parts})),
-        rows=rows,
-        nbytes=nbytes,
-        ratio=nbytes / max(1, rows * row_bytes),
-        relative_error=math.sqrt(error / norm) if norm else 0.0,
-    )
+    return StoredSave(SaveInfo.of(head, step_dir.name), step_dir, item, item_dir, head)
 
 
 def read_chain(
-    step_dir: Path, item: str = names.EMBEDDINGS_ITEM, *, compacted: bool = True
+    step_dir: Where, item: str = names.EMBEDDINGS_ITEM, *, compacted: bool = True
 ) -> tuple[StoredSave, ...]:
     """The saves that restoring a step reads, base first.
 
@@ -426,11 +313,12 @@ def read_chain(
       BrokenChain: a parent is missing or is another save than the one named.
       StepGone: the step was removed meanwhile.
     """
+    step_dir = spot(step_dir)
     with standing(step_dir):
         for _ in range(_MOST_CHAINS):
             before = compacted_bases(step_dir.parent, item)
             try:
-                return _walked(step_dir, item, lambda path: compacted)
+                return _walked(step_dir, item, lambda base: compacted)
             except RestoreError:
                 # What is missing may have been replaced by a base after it had been looked for.
                 if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
@@ -454,7 +342,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     Raises:
       RestoreError: what ``read`` raised of the last chain.
     """
-    unusable: set[Path] = set()
+    unusable: set[Spot] = set()
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
@@ -466,31 +354,30 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
             other = _other_chain(saves, unusable)
             if other is None:
                 raise
-            warnings.warn(
+            events.warn(
                 f"step {saves[-1].info.step_dir}: reading it through {saves[0].name} failed "
-                f"({error}); it is read through {other[0].name} instead",
-                stacklevel=3,
+                f"({error}); it is read through {other[0].name} instead"
             )
             saves = other
     return read(saves)
 
 
-def _other_chain(saves: Sequence[StoredSave], unusable: set[Path]) -> tuple[StoredSave, ...] | None:
+def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[StoredSave, ...] | None:
     """Another chain to the same save; None where there is none."""
     target = saves[-1]
     try:
-        found = _walked(target.step_dir, target.item, lambda path: path not in unusable)
+        found = _walked(target.step_dir, target.item, lambda base: base not in unusable)
     except RestoreError:
         return None
     same = [save.item_dir for save in found] == [save.item_dir for save in saves]
     return None if same or found[-1].info.save_id != target.info.save_id else found
 
 
-def _walked(step_dir: Path, item: str, usable: Callable[[Path], bool]) -> tuple[StoredSave, ...]:
+def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[StoredSave, ...]:
     """The chain of a step as it stands now; ``usable`` says which compacted bases may be in it."""
     damaged: list[RestoreError] = []
 
-    def compacted(where: Path, save_id: SaveId) -> StoredSave | None:
+    def compacted(where: Spot, save_id: SaveId) -> StoredSave | None:
         if not usable(names.compacted_dir(where, item)):
             return None
         try:
@@ -519,45 +406,11 @@ def _walked(step_dir: Path, item: str, usable: Callable[[Path], bool]) -> tuple[
             raise damaged[-1] from error
         raise
     for error in damaged:
-        warnings.warn(
+        events.warn(
             f"step {step_dir.name}: a compacted base in its chain is passed over, it is not "
-            f"intact: {error}",
-            stacklevel=4,
+            f"intact: {error}"
         )
     return tuple(saves[info.step_dir] for info in infos)
-
-
-@contextlib.contextmanager
-def standing(
-    step_dir: Path,
-    *,
-    stands: Callable[[], bool] | None = None,
-    during: str = "read",
-    instead: str = "restore",
-) -> Iterator[None]:
-    """Within, whatever fails since a step was removed or replaced is raised as ``StepGone``.
-
-    Anything may fail then: a file is missing, one of another save does not fit, a library raises
-    what it likes. Of a step that stands the error stays what it is: damage is damage.
-
-    Args:
-      step_dir: the step.
-      stands: whether it is still the one that is read; by default, whether its directory is the
-        one that it is now. A step that is not there now cannot go.
-      during: what is being done to it.
-      instead: what to do to the newest step instead.
-
-    Raises:
-      StepGone: what failed, failed because the step went.
-    """
-    place = _place(step_dir)
-    stands = stands or (lambda: place is None or _place(step_dir) == place)
-    try:
-        yield
-    except Exception as error:
-        if _is_of_reading(error) and _goes(lambda: not stands(), error):
-            raise gone(step_dir, during=during, instead=instead) from error
-        raise
 
 
 @contextlib.contextmanager
@@ -569,7 +422,7 @@ def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_of_reading(error):
+        if is_of_reading(error):
             raise_if_removed(saves, error)
         raise
 
@@ -585,42 +438,13 @@ def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
         return bool(missing)
 
     missing: list[StoredSave] = []
-    if _goes(removed, cause):
+    if goes(removed, cause):
         raise gone(missing[0].step_dir) from cause
 
 
-def _goes(removed: Callable[[], bool], cause: Exception) -> bool:
-    """Whether something is removed, or is so within a moment where a file of it is missing.
-
-    A directory that is not renamed first, as by others, is emptied before it goes.
-    """
-    checks = _GONE_CHECKS if isinstance(cause, (BrokenChain, Damaged, OSError)) else 1
-    for check in range(checks):
-        if removed():
-            return True
-        if check + 1 < checks:
-            time.sleep(_GONE_INTERVAL_SECS)
-    return False
-
-
-def _is_of_reading(error: Exception) -> bool:
-    """Whether a removal may be behind an error, which nobody has told yet."""
-    if isinstance(error, StepGone):
-        return False
-    return isinstance(error, (RestoreError, StorageError)) or not isinstance(error, DeltackptError)
-
-
-def _place(directory: Path) -> tuple[int, int] | None:
-    """What tells a directory from another one in its place; None where there is none."""
-    try:
-        found = directory.stat()
-    except OSError:  # Reading it says what is wrong.
-        return None
-    return found.st_dev, found.st_ino
-
-
-def stands(step_dir: Path, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) -> bool:
+def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) -> bool:
     """Whether a step is that save still, as far as can be told: a damaged manifest is no other."""
+    step_dir = spot(step_dir)
     try:
         return read_save(step_dir, item).info.save_id == save_id
     except StepNotFound:
@@ -665,24 +489,10 @@ def check_stands(save: StoredSave) -> None:
     raise gone(save.step_dir)
 
 
-def gone(step_dir: Path, *, during: str = "read", instead: str = "restore") -> StepGone:
-    """What to raise where a step was removed, or replaced by another save of its number.
-
-    Args:
-      step_dir: the step.
-      during: what was being done to it.
-      instead: what to do to the newest step instead.
-    """
-    return StepGone(
-        f"step directory {step_dir}: expected it to stay while it was {during}, found it removed "
-        f"or replaced; {instead} the newest step instead"
-    )
-
-
 def _is_another(save: StoredSave) -> bool:
     """Whether another save stands where a save was, as after a rollback."""
     try:
-        data = files.read_bytes(save.item_dir / names.manifest_name(0))
+        data = (save.item_dir / names.manifest_name(0)).read()
         return manifest.from_bytes(data, name=save.name).save_id != save.info.save_id
     except (RestoreError, OSError):
         return False

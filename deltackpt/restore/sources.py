@@ -12,8 +12,9 @@ import importlib
 import os
 from typing import Protocol
 
-from deltackpt.reading.reader import RestoredTables, Wanted
+from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.targets import Wanted
 
 #: Has ``row_source(directory, item)``. Entry points would do as well, and take 20 to 40 ms to list.
 _FINDER = "deltackpt.service.discovery"

@@ -31,6 +31,7 @@ from deltackpt.reading import bounds, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.targets import Wanted, wanted_rows
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
 from deltackpt.state import marks, tables, touch_state
@@ -96,7 +97,7 @@ class Found:
     source: RowSource | None
     problem: ServiceError | None
     expected: Split | None
-    wanted: reader.Wanted | None
+    wanted: Wanted | None
     dense: bool
 
     def check_stays(self, *others: SaveId) -> None:
@@ -176,7 +177,7 @@ class StepReader:
             if template is None and rows is None:
                 bounds.check_paths(target.layout, target.name)
             if rows is not None:
-                expected, wanted = None, reader.wanted_rows(target.layout, rows)
+                expected, wanted = None, wanted_rows(target.layout, rows)
             elif expected is not None:
                 placing.check_template(expected.layout, expected.fields, target)
                 wanted = placing.wanted_of(expected.fields)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,31 +19,16 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.codecs import Codec, Lossless
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
-from deltackpt.format import names
-from deltackpt.format.manifest import ArrayEntry, Encoding
+from deltackpt.format.manifest import ArrayEntry
 from deltackpt.policy import Choice, CodecChoice
-from deltackpt.save import encode
-from deltackpt.save.encode import Encoded, Piece
-from deltackpt.storage import arrays, digests, files
-from deltackpt.storage.arrays import ChunkSums
-from deltackpt.storage.digests import Digest
+from deltackpt.save.encode import Encoded
+from deltackpt.save.pieces import Piece, ahead
+from deltackpt.storage import arrays, parts
+from deltackpt.storage.parts import ArrayPlace, StoredArrays, StoredField
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
 _FEW_ROWS, _MOST_BESIDE = 4096, 1 / 16
-
-
-class Place(NamedTuple):
-    """Where the arrays of one segment go."""
-
-    item_dir: Path
-    process: int
-    segment: str
-    fsync: bool
-
-    def directory(self, array: str) -> Path:
-        """Directory of one array."""
-        return names.array_dir(self.item_dir, self.process, self.segment, array)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,39 +65,8 @@ class Field:
         return self.count * math.prod(self.trailing) * self.dtype.itemsize
 
 
-class StoredArrays(NamedTuple):
-    """Arrays that were written, and the digests of their chunks by path below the item."""
-
-    entries: tuple[ArrayEntry, ...]
-    chunks: Mapping[str, Digest]
-
-    @classmethod
-    def joined(cls, parts: Iterable[StoredArrays]) -> StoredArrays:
-        """The arrays of all parts, in their order."""
-        entries: list[ArrayEntry] = []
-        chunks: dict[str, Digest] = {}
-        for part in parts:
-            entries += part.entries
-            chunks |= part.chunks
-        return cls(tuple(entries), chunks)
-
-
-class StoredField(NamedTuple):
-    """A field that was written."""
-
-    arrays: StoredArrays
-    encoding: Encoding
-
-
-def write_array(place: Place, entry: ArrayEntry, pieces: Iterator[np.ndarray]) -> StoredArrays:
-    """Writes one array as it is; see ``arrays.write_array``."""
-    directory = place.directory(entry.name)
-    checksums = arrays.write_array(directory, entry, pieces, fsync=place.fsync)
-    return StoredArrays((entry,), _digests(place, entry, checksums))
-
-
 def write_field(
-    place: Place,
+    place: ArrayPlace,
     field: Field,
     pieces: Callable[[Codec], Iterator[Piece]],
     pool: concurrent.futures.Executor,
@@ -139,7 +92,7 @@ def write_field(
         if codecs.is_lossless(codec):
             return _write_lossless(place, field, plan, codec, pieces(codec))
         attempt = _Attempt(place, field, codec)
-        for piece, encoded in encode.ahead(codec, pieces(codec), pool):
+        for piece, encoded in ahead(codec, pieces(codec), pool):
             attempt.write(piece, encoded)
             if attempt.hopeless():
                 break
@@ -167,7 +120,7 @@ class _Fault(NamedTuple):
 class _Attempt:
     """A field on its way through one lossy codec."""
 
-    def __init__(self, place: Place, field: Field, codec: Codec):
+    def __init__(self, place: ArrayPlace, field: Field, codec: Codec):
         self._place, self._field, self._codec = place, field, codec
         self._entries = _entries(field, codec)
         self._writers = {
@@ -213,14 +166,19 @@ class _Attempt:
         written = []
         for suffix, writer in self._writers.items():
             entry = self._entries[suffix]
-            written.append(StoredArrays((entry,), _digests(self._place, entry, writer.finish())))
+            written.append(self._place.stored(entry, writer.finish()))
         if self._beside:
             written += self._write_beside()
-        found = StoredArrays.joined(written)
-        encoding = _encoding(
-            self._place, self._field, plan, found, self._squared_error, self._squared_norm
+        return parts.stored_field(
+            self._place,
+            self._field.name,
+            StoredArrays.joined(written),
+            codec=plan.codec,
+            reason=plan.reason,
+            bounds=self._field.bounds,
+            squared_error=self._squared_error,
+            squared_norm=self._squared_norm,
         )
-        return StoredField(found, encoding)
 
     def remove(self) -> None:
         """Removes what was written."""
@@ -230,17 +188,17 @@ class _Attempt:
     def _write_beside(self) -> Iterator[StoredArrays]:
         field = self._field
         stored = codecs.stored_dtype(field.dtype)
-        for suffix, trailing, parts, zstd in (
+        for suffix, trailing, beside, zstd in (
             (codecs.BESIDE, field.trailing, [rows.view(stored) for rows in self._beside], False),
             (codecs.BESIDE_AT, (), self._beside_at, True),
         ):
             entry = arrays.array_entry(
                 codecs.array_name(field.name, suffix),
                 (self._beside_count, *trailing),
-                parts[0].dtype,
+                beside[0].dtype,
                 zstd=zstd,
             )
-            yield write_array(self._place, entry, iter(parts))
+            yield parts.write_array(self._place, entry, iter(beside))
 
     @property
     def _beside_count(self) -> int:
@@ -313,37 +271,15 @@ def _fits(field: Field, name: str) -> bool:
 
 
 def _write_lossless(
-    place: Place, field: Field, plan: Choice, codec: Lossless, pieces: Iterator[Piece]
+    place: ArrayPlace, field: Field, plan: Choice, codec: Lossless, pieces: Iterator[Piece]
 ) -> StoredField:
     (entry,) = _entries(field, codec).values()
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
-    found = write_array(place, entry, rows)
-    nothing = np.zeros(len(field.tables))
-    return StoredField(found, _encoding(place, field, plan, found, nothing, nothing))
-
-
-def _encoding(
-    place: Place,
-    field: Field,
-    plan: Choice,
-    found: StoredArrays,
-    squared_error: np.ndarray,
-    squared_norm: np.ndarray,
-) -> Encoding:
-    directories = [place.directory(entry.name) for entry in found.entries]
-    return Encoding(
-        field=field.name,
+    return parts.stored_field(
+        place,
+        field.name,
+        parts.write_array(place, entry, rows),
         codec=plan.codec,
         reason=plan.reason,
-        nbytes=sum(map(files.tree_bytes, directories)),
-        rows=tuple(np.diff(field.bounds).tolist()),
-        squared_error=tuple(squared_error.tolist()),
-        squared_norm=tuple(squared_norm.tolist()),
+        bounds=field.bounds,
     )
-
-
-def _digests(
-    place: Place, entry: ArrayEntry, checksums: Mapping[str, ChunkSums]
-) -> dict[str, Digest]:
-    below = place.directory(entry.name).relative_to(place.item_dir).as_posix()
-    return digests.chunk_digests(below, entry, checksums)

@@ -15,63 +15,18 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
-from deltackpt.policy import BaseOrDelta, Consecutive, Decision, History, LeftToCompaction
+from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction
 from deltackpt.reading import saves
-from deltackpt.state.touch_state import UNKNOWN, clock_exhausted
+from deltackpt.save.branch import Branch, Former, Known, doubt
+from deltackpt.save.clocks import Clocks, Reading, clocks_seen
+from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import files
-
-#: Branches that were left by a restore and can be gone back to.
-_FORMER = 4
-
-
-class Reading(NamedTuple):
-    """What a save read of one TouchState: where it stands, whose it is, and its clock."""
-
-    place: str
-    identity: int
-    clock: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Clocks:
-    """What a save saw of tracking.
-
-    Attributes:
-      readings: one of each TouchState; () without any.
-      windows: of each gradient accumulator (``optax.MultiSteps``) how many updates it has made, and
-        how many steps it has gathered for the next.
-    """
-
-    readings: tuple[Reading, ...] = ()
-    windows: tuple[tuple[int, int], ...] = ()
-
-    def seen(self, reading: Reading) -> Reading | None:
-        """What was read here of a TouchState that is read later, None where it was not there.
-
-        One that has moved within the state is found by its identity; of several that bear it, the
-        one of the lowest clock is right for all.
-        """
-        same = [known for known in self.readings if known.identity == reading.identity]
-        here = [known for known in same if known.place == reading.place]
-        return min(here or same, key=lambda known: known.clock, default=None)
-
-    def starts_in(self, other: Clocks) -> bool:
-        """Whether all that is gathered here was begun when ``other`` was read, or later."""
-        return len(self.windows) == len(other.windows) and all(
-            updates > before or (updates == before and not gathered)
-            for (updates, _), (before, gathered) in zip(self.windows, other.windows)
-        )
-
-    @property
-    def gathers(self) -> bool:
-        """Whether rows that were marked may still move, without being marked again."""
-        return any(gathered for _, gathered in self.windows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,49 +60,6 @@ class Intent:
     stands_still: bool = False
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Known:
-    """A save of this process: committed, or in flight.
-
-    ``settled`` is what no accumulator had marked rows of since, by reading; None where nothing is
-    known of the time before: rows may move that no TouchState marks.
-    """
-
-    info: SaveInfo
-    path: Path
-    clocks: Clocks
-    layout: Layout
-    settled: Clocks | None
-    #: How many saves of the lineage had been begun with it.
-    number: int = 0
-    total_bytes: int = 0
-    chain_length: int = 0
-    witness: Any = None
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Branch:
-    """The saves since a start or a restore."""
-
-    run: str
-    restores: int = 0
-    attempts: int = 0
-    #: How many saves of any branch had been begun when it was left.
-    left_after: int = 0
-    #: The newest save whose clocks are known and that deltas may all be taken against.
-    anchor: _Known | None = None
-    previous: _Known | None = None
-    in_flight: _Known | None = None
-    #: The newest save that was begun, whatever became of it.
-    begun: _Known | None = None
-    #: The anchor and the saves since, oldest first, where compaction may make one an anchor.
-    since: list[_Known] = dataclasses.field(default_factory=list)
-    #: The save for which the compacted base stands that the anchor is.
-    base_id: SaveId | None = None
-    base_bytes: int = 0
-    delta_bytes: list[int] = dataclasses.field(default_factory=list)
-
-
 class Lineage:
     """Decides what each save is and remembers what was committed; thread-safe."""
 
@@ -177,9 +89,8 @@ class Lineage:
         self._item = item
         self._protected = protected
         self._lock = threading.RLock()
-        self._branch = _Branch(run=run or new_run())
-        #: Branches that restores have left, the newest last.
-        self._former: list[_Branch] = []
+        self._branch = Branch(run=run or new_run())
+        self._former = Former()
         #: How many saves were begun, of all branches.
         self._begun = 0
         #: Why the next saves are bases, until one is committed.
@@ -222,48 +133,12 @@ class Lineage:
             self._begun += 1
             save_id = SaveId(branch.run, step, branch.attempts)
             kind, parent, reason = self._decide(clocks, layout, force_base, seen)
-            ref = None
-            if parent is not None:
-                ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
-            info = SaveInfo(
-                save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0
-            )
-            settled = _settled(clocks, branch.begun)
             before = branch.begun
-            branch.begun = branch.in_flight = _Known(
-                info=info,
-                path=step_dir,
-                clocks=clocks,
-                layout=layout,
-                settled=settled,
-                number=self._begun,
-            )
+            info = branch.begin(kind, save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
-                return Intent(
-                    kind=kind,
-                    save_id=save_id,
-                    parent=None,
-                    since={},
-                    reason=reason,
-                    restores=branch.restores,
-                    recent={} if before is None else _clocks_seen(clocks, before.clocks),
-                )
-            branch.in_flight.total_bytes = parent.total_bytes
-            branch.in_flight.chain_length = parent.chain_length + 1
-            assert parent.settled is not None
-            seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
-            return Intent(
-                kind=kind,
-                save_id=save_id,
-                parent=ref,
-                since=_clocks_seen(clocks, parent.settled),
-                reason=reason,
-                restores=branch.restores,
-                witness=parent.witness,
-                seen={now.place: then for now, then in seen_at.items() if then is not None},
-                stands_still=step > parent.info.save_id.step
-                and all(then and now.clock == then.clock for now, then in seen_at.items()),
-            )
+                recent = {} if before is None else clocks_seen(clocks, before.clocks)
+                return _base(info, recent, reason, branch.restores)
+            return _delta(info, parent, clocks, reason, branch.restores)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
         """Makes a base of a delta that was just begun.
@@ -273,10 +148,7 @@ class Lineage:
           reason: why it cannot, or need not, be a delta.
         """
         with self._lock:
-            known = self._branch.in_flight
-            assert known is not None and known.info.save_id == intent.save_id
-            known.info = dataclasses.replace(known.info, kind="base", parent=None)
-            known.total_bytes = known.chain_length = 0
+            self._branch.make_base(intent.save_id)
         return dataclasses.replace(
             intent,
             kind="base",
@@ -379,19 +251,20 @@ class Lineage:
           witness: sampled rows as they were restored.
         """
         with self._lock:
-            self._leave(_Branch(run=run or new_run(), restores=restores + 1))
-            self._branch.previous = self._branch.anchor = self._branch.begun = _Known(
-                info=target,
-                path=step_dir,
-                clocks=clocks,
-                layout=layout,
-                settled=None if clocks.gathers else clocks,
-                total_bytes=sum(sizes),
-                chain_length=len(sizes) - 1,
-                witness=witness,
+            self._leave(Branch(run=run or new_run(), restores=restores + 1))
+            self._branch.go_on_from(
+                Known(
+                    info=target,
+                    path=step_dir,
+                    clocks=clocks,
+                    layout=layout,
+                    settled=None if clocks.gathers else clocks,
+                    total_bytes=sum(sizes),
+                    chain_length=len(sizes) - 1,
+                    witness=witness,
+                ),
+                sizes[0],
             )
-            self._branch.base_bytes = sizes[0]
-            self._branch.since = [self._branch.previous]
             self._distrusted = None
 
     @property
@@ -413,26 +286,19 @@ class Lineage:
         """
         with self._lock:
             self._settle()
-            if not clocks.readings or _knows(self._branch, clocks):
+            if not clocks.readings or self._branch.knows(clocks):
                 return False
-            for branch in reversed(self._former):
-                if _knows(branch, clocks):
-                    self._former.remove(branch)
-                    self._leave(branch)
-                    return True
-            return False
+            branch = self._former.take(clocks)
+            if branch is not None:
+                self._leave(branch)
+            return branch is not None
 
-    def _leave(self, branch: _Branch) -> None:
+    def _leave(self, branch: Branch) -> None:
         """Goes on with another branch."""
         self._settle()
         self._branch.in_flight = None
         self._branch.left_after = self._begun
-        if self._branch.previous is not None:
-            self._former.append(self._branch)
-        if len(self._former) > _FORMER:
-            # Steps that were only looked at go first.
-            looked_at = [former for former in self._former if not former.attempts]
-            self._former.remove((looked_at or self._former)[0])
+        self._former.add(self._branch)
         self._branch = branch
 
     def newest_compacted(self) -> BaseRef | None:
@@ -443,72 +309,29 @@ class Lineage:
         """
         with self._lock:
             candidates = [] if not self._compacted else self._branch.since[::-1]
-        for known in candidates:
-            with contextlib.suppress(RestoreError, OSError):
-                base = saves.read_compacted(known.path, known.info.save_id, self._item)
-                if base is not None:
-                    return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
-        return None
+        found = (_compacted(known, self._item) for known in candidates)
+        return next((base for base in found if base is not None), None)
 
     def protected(self) -> frozenset[SaveId]:
         """Saves that retention must not remove: possible parents, and what is in flight."""
         with self._lock:
             self._settle()
-            flight = self._branch.in_flight
-            known = (self._branch.anchor, self._branch.previous, flight)
-            ids = {entry.info.save_id for entry in known if entry is not None}
-            if flight is not None and flight.info.parent is not None:
-                ids.add(flight.info.parent.save_id)
-            return frozenset(ids)
+            return self._branch.protected
 
-    def _settle(self) -> _Known | None:
+    def _settle(self) -> Known | None:
         """Promotes the save in flight if it was committed: the save that was found to stand."""
-        branch = self._branch
-        known = branch.in_flight
+        known = self._branch.in_flight
         head = None if known is None else _standing(known, self._item)
         if known is None or head is None:
             return None
-        branch.in_flight = None
-        # The bytes of every process's part: all processes decide from the same figures.
-        known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
-        known.total_bytes += head.nbytes
-        branch.previous = known
-        if known.info.kind == "base":
-            if known.number > self._distrusted_at:
-                self._distrusted = None
-            branch.anchor, branch.base_bytes, branch.delta_bytes = known, known.info.nbytes, []
-            branch.since, branch.base_id = [], None
-        else:
-            branch.delta_bytes.append(known.info.nbytes)
-        if self._compacted:
-            branch.since.append(known)
-            if head.compacted is not None:
-                self._go_on_from(head.compacted)
+        self._branch.promote(head, compacted=self._compacted)
+        if known.info.kind == "base" and known.number > self._distrusted_at:
+            self._distrusted = None
         return known
 
-    def _go_on_from(self, base: BaseRef) -> None:
-        """Takes a save for which a compacted base stands as the anchor: its chain is no more."""
-        branch = self._branch
-        ids = [known.info.save_id for known in branch.since]
-        if base.save_id not in ids or branch.base_id == base.save_id:
-            return
-        branch.since = branch.since[ids.index(base.save_id) :]
-        anchor, *later = branch.since
-        anchor.total_bytes, anchor.chain_length = base.nbytes, 0
-        descend = {base.save_id: anchor}
-        branch.delta_bytes = []
-        for known in later:
-            parent = None if known.info.parent is None else descend.get(known.info.parent.save_id)
-            if parent is not None:
-                known.total_bytes = parent.total_bytes + known.info.nbytes
-                known.chain_length = parent.chain_length + 1
-                descend[known.info.save_id] = known
-                branch.delta_bytes.append(known.info.nbytes)
-        branch.anchor, branch.base_bytes, branch.base_id = anchor, base.nbytes, base.save_id
-
     def _decide(
-        self, clocks: Clocks, layout: Layout, force_base: bool, seen: _Known | None
-    ) -> tuple[Kind, _Known | None, str]:
+        self, clocks: Clocks, layout: Layout, force_base: bool, seen: Known | None
+    ) -> tuple[Kind, Known | None, str]:
         branch = self._branch
         anchor, previous = branch.anchor, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
@@ -526,113 +349,46 @@ class Lineage:
         if previous.layout != layout:
             return "base", None, "base: the tables are not those of the parent"
         for known in (previous, anchor):
-            if reason := _strange(clocks, known):
+            if reason := doubt(clocks, known):
                 return "base", None, f"base: {reason}"
-        decision = self._policy.decide(
-            History(
-                base_bytes=branch.base_bytes,
-                delta_bytes=tuple(branch.delta_bytes),
-                chain_length=previous.chain_length,
-                chain_bytes=previous.total_bytes,
-                anchor_chain_length=anchor.chain_length,
-                anchor_chain_bytes=anchor.total_bytes,
-            )
-        )
+        decision = self._policy.decide(branch.history)
         if decision.kind == "base":
             return "base", None, decision.reason
         parent = anchor if decision.parent == "base" else previous
-        if parent is not seen and not self._stands(parent):
+        if parent is not seen and not _stands(parent, self._item):
             return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
         return "delta", parent, decision.reason
 
-    def _stands(self, known: _Known) -> bool:
-        """Whether a save, or a compacted base for it, is there to be a parent."""
-        if _standing(known, self._item) is not None:
-            return True
-        try:
-            base = saves.read_compacted(known.path, known.info.save_id, self._item)
-        except (RestoreError, OSError):
-            return False
-        return base is not None
 
-
-def _knows(branch: _Branch, clocks: Clocks) -> bool:
-    """Whether a branch's newest save saw each of some TouchStates, as far as that can be said."""
-    if branch.previous is None:
-        return False
-    return all(
-        reading.identity != UNKNOWN and branch.previous.clocks.seen(reading) is not None
-        for reading in clocks.readings
+def _base(info: SaveInfo, recent: Mapping[str, int], reason: str, restores: int) -> Intent:
+    """What a save is that needs no other."""
+    return Intent(
+        kind="base",
+        save_id=info.save_id,
+        parent=None,
+        since={},
+        reason=reason,
+        restores=restores,
+        recent=recent,
     )
 
 
-def _strange(clocks: Clocks, parent: _Known) -> str | None:
-    """Why the touched rows since a save do not follow from some TouchStates, None where they do."""
-    for reading in clocks.readings:
-        where = f"the TouchState at {reading.place}" if reading.place else "the TouchState given"
-        seen = parent.clocks.seen(reading)
-        if seen is None:
-            return (
-                f"{where} is not one that the save of step {parent.info.save_id.step} saw: it was "
-                "made anew, or is of another run"
-            )
-        if seen.clock > reading.clock:
-            return (
-                f"{where} is not the one that the parent saw: its clock {reading.clock} is before "
-                f"{seen.clock}, that of the save of step {parent.info.save_id.step}"
-            )
-    places = {reading.place for reading in clocks.readings}
-    identities = {reading.identity for reading in clocks.readings}
-    for known in parent.clocks.readings:
-        if known.place not in places and known.identity not in identities:
-            where = f"at {known.place}" if known.place else "given"
-            return (
-                f"the TouchState {where} that the save of step {parent.info.save_id.step} saw is "
-                "there no more"
-            )
-    if parent.settled is None:
-        return (
-            "an accumulator of gradients held rows from before its TouchState was made, and they "
-            "may have moved since without being marked"
-        )
-    return None
-
-
-def _settled(clocks: Clocks, begun: _Known | None) -> Clocks | None:
-    """The clocks since which rows may move after a save without being marked again.
-
-    ``optax.MultiSteps`` moves and resets all rows that it has gathered at the last step of a
-    window, whenever they were marked in it. So what a save in mid-window sees is settled only up to
-    a save of an earlier window, or of its start.
-
-    Args:
-      clocks: what the save sees.
-      begun: the save that was begun before it; None for the first.
-    """
-    if not clocks.gathers:
-        return clocks
-    if begun is None:
-        return None
-    before = begun.clocks if clocks.starts_in(begun.clocks) else begun.settled
-    if before is None:
-        return None
-    found = [before.seen(reading) for reading in clocks.readings]
-    if None in found:
-        return None
-    readings = tuple(
-        reading._replace(clock=min(reading.clock, seen.clock))
-        for reading, seen in zip(clocks.readings, found)
-        if seen is not None
+def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores: int) -> Intent:
+    """What a save is that is taken against a parent."""
+    assert parent.settled is not None
+    seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
+    return Intent(
+        kind="delta",
+        save_id=info.save_id,
+        parent=info.parent,
+        since=clocks_seen(clocks, parent.settled),
+        reason=reason,
+        restores=restores,
+        witness=parent.witness,
+        seen={now.place: then for now, then in seen_at.items() if then is not None},
+        stands_still=info.save_id.step > parent.info.save_id.step
+        and all(then and now.clock == then.clock for now, then in seen_at.items()),
     )
-    return dataclasses.replace(clocks, readings=readings)
-
-
-def _clocks_seen(clocks: Clocks, earlier: Clocks) -> dict[str, int]:
-    """Place of each TouchState to its clock as it was read earlier; empty where one was not."""
-    found = {reading.place: earlier.seen(reading) for reading in clocks.readings}
-    if None in found.values():
-        return {}
-    return {place: seen.clock for place, seen in found.items() if seen is not None}
 
 
 def new_run() -> str:
@@ -640,13 +396,29 @@ def new_run() -> str:
     return uuid.uuid4().hex
 
 
-def _standing(known: _Known, item: str) -> Manifest | None:
+def _standing(known: Known, item: str) -> Manifest | None:
     """The manifest at the path of a save, if it is that save's: if it was committed."""
     try:
         head = read_manifest(known.path, item)
     except (RestoreError, OSError):
         return None
     return head if head.save_id == known.info.save_id else None
+
+
+def _stands(known: Known, item: str) -> bool:
+    """Whether a save, or a compacted base for it, is there to be a parent."""
+    if _standing(known, item) is not None:
+        return True
+    return _compacted(known, item) is not None
+
+
+def _compacted(known: Known, item: str) -> BaseRef | None:
+    """The compacted base that stands for a save; None where there is none that can be read."""
+    with contextlib.suppress(RestoreError, OSError):
+        base = saves.read_compacted(known.path, known.info.save_id, item)
+        if base is not None:
+            return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
+    return None
 
 
 def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:

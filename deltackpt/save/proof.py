@@ -25,8 +25,10 @@ from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import Rows, Span
 from deltackpt.format.manifest import GroupEntry, Layout
 from deltackpt.resources.staging import Staging
-from deltackpt.save.extract import FieldSource, Sources, Where
-from deltackpt.save.lineage import Clocks, Intent, Reading
+from deltackpt.save.clocks import Clocks, Reading
+from deltackpt.save.extract import FieldSource
+from deltackpt.save.lineage import Intent
+from deltackpt.save.selection import Sources, Where
 from deltackpt.state.marks import match_marks, matched
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import google_crc32c
 
+from deltackpt import processes
 from deltackpt.errors import (
     DeltackptError,
     Disagreement,
@@ -30,10 +31,10 @@ from deltackpt.errors import (
     ProcessMissing,
     TrackingError,
 )
-from deltackpt.format import manifest
-from deltackpt.format import names as layout
+from deltackpt.format import manifest, names
 from deltackpt.format.manifest import Manifest, Part
 from deltackpt.storage import files
+from deltackpt.storage.parts import part_of
 
 #: Between two looks: a tenth of the time waited so far, within these bounds.
 _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.002, 0.25
@@ -67,7 +68,7 @@ class Rendezvous:
             "missing": missing,
             "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
         }
-        path = self.temporary / layout.failure_name(self.process)
+        path = self.temporary / names.failure_name(self.process)
         # Where it cannot be written the others wait until their time is up, and name this process.
         with contextlib.suppress(OSError):
             if self.count > 1 and not path.exists():
@@ -94,8 +95,8 @@ class Rendezvous:
         told = {key: (0, value) for key, value in own.shared_stamps.items()}
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
-            for process in sorted(_found(item_dir, layout.manifest_process) - parts.keys()):
-                name = layout.manifest_name(process)
+            for process in sorted(_found(item_dir, names.manifest_process) - parts.keys()):
+                name = names.manifest_name(process)
                 data = files.read_bytes(item_dir / name)
                 found = manifest.from_bytes(data, name=name)
                 _check_agreed(own, found)
@@ -117,13 +118,13 @@ class Rendezvous:
           ProcessMissing: it did not in time.
           ProcessFailed: a process left a note.
         """
-        first = item_dir / layout.manifest_name(0)
+        first = item_dir / names.manifest_name(0)
         for _ in self._polls(2 * self.timeout_secs):
             self._raise_failure()
             if first.exists() or not item_dir.exists():
                 # Without the directory the item was finished, or given up: the commit says which.
                 return
-        arrived = _found(item_dir, layout.manifest_process)
+        arrived = _found(item_dir, names.manifest_process)
         missing = set(range(self.count)) - arrived - {self.process}
         raise self._missing(missing | {0}, "write its part, or the index")
 
@@ -135,7 +136,7 @@ class Rendezvous:
         """
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
-            missing = set(range(self.count)) - _found(self.temporary, layout.step_digests_process)
+            missing = set(range(self.count)) - _found(self.temporary, names.step_digests_process)
             if not missing:
                 return
         raise self._missing(missing, "write its dense leaves")
@@ -158,7 +159,7 @@ class Rendezvous:
                     f"{self._step}: expected process 0 to commit it, found that it gave it up; see "
                     "its log"
                 )
-        arrived = _found(self.temporary, layout.step_digests_process)
+        arrived = _found(self.temporary, names.step_digests_process)
         raise self._missing(set(range(self.count)) - arrived | {0}, "commit the step")
 
     def _polls(self, secs: float) -> Iterator[None]:
@@ -178,13 +179,13 @@ class Rendezvous:
         Opening the directory renews what a network file system remembers of it.
         """
         if self.process == 0:
-            noted = _found(self.temporary, layout.failure_process) - {0}
+            noted = _found(self.temporary, names.failure_process) - {0}
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.close(os.open(self.temporary, os.O_RDONLY))
             noted = {0}
         for process in sorted(noted):
-            path = self.temporary / layout.failure_name(process)
+            path = self.temporary / names.failure_name(process)
             if not path.exists():
                 continue
             note = json.loads(files.read_bytes(path))
@@ -214,19 +215,24 @@ class Rendezvous:
         return f"step {re.split('[^0-9]', self.temporary.name)[0]}"
 
 
+def of_this_process(temporary: Path, timeout_secs: float) -> Rendezvous:
+    """This process's view of a save in a step's temporary directory."""
+    return Rendezvous(
+        temporary=temporary,
+        process=processes.index(),
+        count=processes.count(),
+        timeout_secs=timeout_secs,
+    )
+
+
 def _found(directory: Path, process_of: Callable[[str], int | None]) -> set[int]:
     """The processes whose objects stand in a directory."""
     try:
-        names = os.listdir(directory)
+        entries = os.listdir(directory)
     except FileNotFoundError:
         return set()
-    found = map(process_of, names)
+    found = map(process_of, entries)
     return {process for process in found if process is not None}
-
-
-def part_of(record: Manifest, crc32c: int) -> Part:
-    """The entry of a part in the index."""
-    return Part(process=record.process, crc32c=crc32c, nbytes=record.nbytes, covers=record.covers)
 
 
 def _check_agreed(own: Manifest, other: Manifest) -> None:
@@ -262,9 +268,9 @@ def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
         wanted = sum(group.rows * manifest.width(spec.trailing) for spec in group.fields)
         found = sum(cells.get(group.name, 0) for cells in owned)
         if found != wanted:
-            names = [table.name for table in own.tables if table.group == group.name]
+            tables = [table.name for table in own.tables if table.group == group.name]
             raise Disagreement(
-                f"step {own.save_id.step}, tables {names[:_SHOWN]}: expected {wanted} cells over "
+                f"step {own.save_id.step}, tables {tables[:_SHOWN]}: expected {wanted} cells over "
                 f"all processes, found {found}; make every table and slot one global array "
                 "(jax.make_array_from_process_local_data), not one array in each process"
             )

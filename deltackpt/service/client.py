@@ -20,8 +20,9 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format import names as layout
-from deltackpt.reading.reader import RestoredTables, Wanted
+from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.targets import Wanted
 from deltackpt.service import calls, names, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Description

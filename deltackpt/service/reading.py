@@ -22,10 +22,10 @@ import ray.exceptions
 from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
 from deltackpt.format.blocks import Box
 from deltackpt.format.chain import SaveInfo
-from deltackpt.reading import reader
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import RestoredTables, Targets, Wanted
+from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.targets import Targets, Wanted, empty_buffers
 from deltackpt.service import calls, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Pinned
@@ -80,7 +80,7 @@ def reading(
       ServiceMismatch: a member is of another run or version.
     """
     started = time.perf_counter()
-    buffers, targets = reader.empty_buffers(save.layout, wanted)
+    buffers, targets = empty_buffers(save.layout, wanted)
     work = [_copies(save, shard, len(replicas), targets) for shard in range(len(replicas))]
     # Where nothing is wanted, one member still says what the save was merged from.
     needed = [shard for shard, copies in enumerate(work) if copies] or [0]

@@ -39,12 +39,14 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import merge, reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import Piece, Targets
+from deltackpt.reading.reader import Read
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.targets import Targets
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import shards
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import Place, SharedMemory
+from deltackpt.storage.store import Spot
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
@@ -401,11 +403,11 @@ class _Publish:
     chain: tuple[SaveInfo, ...] = ()
     committed_secs: float = 0.0
 
-    def __call__(self, chain: tuple[SaveInfo, ...], step_dir: Path) -> None:
+    def __call__(self, chain: tuple[SaveInfo, ...], step_dir: Spot) -> None:
         self.chain = chain
         # The rename that committed the step. It may have been removed meanwhile.
         with contextlib.suppress(OSError):
-            self.committed_secs = step_dir.stat().st_ctime
+            self.committed_secs = os.stat(step_dir).st_ctime
 
 
 def _stamp(step_dir: Path) -> _Stamp:
@@ -438,14 +440,14 @@ def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
     return None
 
 
-def _work(saves: Sequence[StoredSave], targets: Targets) -> Iterator[tuple[StoredSave, Piece]]:
+def _work(saves: Sequence[StoredSave], targets: Targets) -> Iterator[tuple[StoredSave, Read]]:
     """The pieces of saves in their order; the row numbers of one save are in memory at a time."""
     for save in saves:
         for piece in reader.pieces(save, targets):
             yield save, piece
 
 
-def _found(piece: Piece, *, compare: bool) -> list[RowBlock]:
+def _found(piece: Read, *, compare: bool) -> list[RowBlock]:
     """The rows of a piece, or those that differ from what is held."""
     first, *beside = piece.load()
     # What is beside replaces rows of the first block, which may be among those that differ.

@@ -2,8 +2,8 @@
 """Zarr v3 arrays: written through TensorStore, read straight into the caller's memory.
 
 Every chunk ends in its own CRC32C. The shapes are those of the ``ArrayEntry`` in the manifest,
-since ``zarr.json`` has no checksum. A local uncompressed chunk that is read whole goes from the
-page cache into its final place by ``preadv``; anything else goes through TensorStore.
+since ``zarr.json`` has no checksum. An uncompressed chunk goes from the store into its final
+place, of a local file by ``preadv`` from the page cache; anything else goes through TensorStore.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import collections
 import contextlib
 import errno
 import functools
-import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,12 +25,15 @@ import tensorstore as ts
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.manifest import ArrayEntry
 from deltackpt.storage import files
+from deltackpt.storage.store import Missing, Spot, spot
 
 #: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.
 CHUNK_BYTES = 16 << 20
 #: A read of some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
 BLOCK_BYTES = 128 << 10
 _CRC_BYTES = 4
+#: What an operating system says of a name behind which no chunk can be.
+_UNOPENED = (errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG)
 _CRC_PIECE_BYTES = 4 << 20
 #: Chunks of one array on their way to the disk: enough to keep it busy, 64 MiB of memory.
 _WRITES_IN_FLIGHT = 4
@@ -131,7 +133,7 @@ class ArrayWriter:
         self._checksums: dict[str, ChunkSums] = {}
         with _refusals(directory):
             self._store = ts.open(
-                _spec(directory, entry, fsync=fsync), create=True, context=_context(fsync)
+                _spec(spot(directory), entry), create=True, context=_context(fsync)
             ).result()
 
     def write(self, rows: np.ndarray) -> None:
@@ -199,9 +201,8 @@ class ArrayWriter:
                 self._writes.popleft().result()
             if not self._entry.compressed:
                 number = self._done // self._entry.chunk_rows
-                path = chunk_path(self._directory, self._entry, number)
-                sums = _chunk_sums(self._entry, chunk)
-                self._checksums[path.relative_to(self._directory).as_posix()] = sums
+                name = chunk_name(self._entry, number)
+                self._checksums[name] = _chunk_sums(self._entry, chunk)
             write = self._store[self._done : self._done + len(chunk)].write(chunk)
             self._writes.append(write)
             write.copy.result()  # The caller may reuse the memory.
@@ -225,7 +226,7 @@ def chunk_bytes(entry: ArrayEntry) -> int:
 
 
 def read_array(
-    directory: Path,
+    directory: Spot | Path,
     entry: ArrayEntry,
     start: int,
     stop: int,
@@ -251,34 +252,36 @@ def read_array(
       Damaged: a chunk is missing, truncated, altered or another one; it is named.
       StorageError: the store cannot be read.
     """
+    directory = spot(directory)
     while start < stop:
         chunk = start // entry.chunk_rows
         first = chunk * entry.chunk_rows
         end = min(stop, first + entry.chunk_rows)
         piece, out = out[: end - start], out[end - start :]
         whole = start == first and end == min(first + entry.chunk_rows, entry.shape[0])
-        path = chunk_path(directory, entry, chunk)
+        name = chunk_name(entry, chunk)
+        at = directory / name
         sums = None
         if checksums is not None:
-            sums = _known_sums(path, checksums.get(path.relative_to(directory).as_posix()))
-        if entry.compressed or not piece.flags.c_contiguous:
-            if sums is not None:
-                _check_place(path, sums.crc32c)
-            _read_through_tensorstore(directory, entry, start, end, piece, path)
-        elif whole:
-            _read_chunk(path, piece, sums, padding_rows=first + entry.chunk_rows - end)
-        elif sums is not None and sums.blocks:
-            _read_blocks(path, entry, piece, start - first, sums)
-        else:
-            if sums is not None:
-                _check_place(path, sums.crc32c)
-            _read_through_tensorstore(directory, entry, start, end, piece, path)
+            sums = _known_sums(at, checksums.get(name))
+        if not entry.compressed and piece.flags.c_contiguous:
+            if whole:
+                _read_chunk(at, piece, sums, padding_rows=first + entry.chunk_rows - end)
+                start = end
+                continue
+            if sums is not None and sums.blocks:
+                _read_blocks(at, entry, piece, start - first, sums)
+                start = end
+                continue
+        if sums is not None:
+            _check_place(at, sums.crc32c)
+        _read_through_tensorstore(directory, entry, start, end, piece, at)
         start = end
 
 
-def chunk_path(directory: Path, entry: ArrayEntry, chunk: int) -> Path:
-    """File of one chunk."""
-    return directory.joinpath("c", str(chunk), *("0" for _ in entry.shape[1:]))
+def chunk_name(entry: ArrayEntry, chunk: int) -> str:
+    """Where a chunk is below the array's directory."""
+    return "/".join(("c", str(chunk), *("0" for _ in entry.shape[1:])))
 
 
 def _chunk_sums(entry: ArrayEntry, rows: np.ndarray) -> ChunkSums:
@@ -309,83 +312,67 @@ def _check_written(path: Path, expected: int) -> None:
         )
 
 
-def _known_sums(path: Path, sums: ChunkSums | None) -> ChunkSums:
+def _known_sums(at: Spot, sums: ChunkSums | None) -> ChunkSums:
     if sums is None:
-        name = files.object_name(path, 7)
-        raise Damaged(name, "a chunk that the digests name", "a chunk that they do not")
+        raise Damaged(at.shown(7), "a chunk that the digests name", "a chunk that they do not")
     return sums
 
 
-def _check_place(path: Path, expected: int) -> None:
+def _check_place(at: Spot, expected: int) -> None:
     """Checks that a chunk is the one that was written there."""
-    with _chunk_file(path) as file:
-        file.seek(-_CRC_BYTES, os.SEEK_END)
-        _check_tail(path, file.read(_CRC_BYTES), expected)
+    tail = bytearray(_CRC_BYTES)
+    with _chunk(at):
+        at.store.read_into(at.key, -_CRC_BYTES, [memoryview(tail)])
+    _check_tail(at, tail, expected)
 
 
-def _check_tail(path: Path, tail: bytes, expected: int) -> None:
+def _check_tail(at: Spot, tail: bytes | bytearray, expected: int) -> None:
     found = int.from_bytes(tail, "little")
     if found != expected:
         raise Damaged(
-            files.object_name(path, 7),
+            at.shown(7),
             f"the chunk with crc32c {expected:08x}",
             f"the chunk with crc32c {found:08x}",
         )
 
 
 @contextlib.contextmanager
-def _chunk_file(path: Path) -> Iterator[io.FileIO]:
-    """The file of a chunk; where it cannot be opened the chunk is damaged."""
-    name = files.object_name(path, 7)
+def _chunk(at: Spot) -> Iterator[None]:
+    """Says of a chunk what is wrong with it; one that nobody may open is damaged as well."""
     try:
-        file = open(path, "rb", buffering=0, opener=_without_waiting)
-    except FileNotFoundError as error:
-        raise Damaged(name, "a chunk", "no such file") from error
-    except OSError as error:
-        raise Damaged(name, "a chunk that can be read", f"{error.strerror}") from error
-    with file:
-        try:
-            yield file
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # A seek before the start of a file that is too short.
-                raise Damaged(name, "a chunk with its checksum", f"{error.strerror}") from error
-            raise files.unreadable(path, error) from error
+        yield
+    except Missing as error:
+        raise Damaged(at.shown(7), "a chunk", error.found) from error
+    except Damaged as error:
+        raise Damaged(at.shown(7), error.expected, error.found) from error
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _UNOPENED:
+            text = f"{cause.strerror}"
+            raise Damaged(at.shown(7), "a chunk that can be read", text) from error
+        raise
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe in its place would wait for somebody to write."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _read_chunk(path: Path, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int) -> None:
-    """Reads a whole chunk file: rows, padding of the last chunk, CRC32C of both."""
-    name = files.object_name(path, 7)
+def _read_chunk(at: Spot, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int) -> None:
+    """Reads a whole chunk: rows, padding of the last chunk, CRC32C of both."""
     data = out.reshape(-1).view(np.uint8)
     padding_bytes = padding_rows * (data.nbytes // max(1, len(out)))
     tail = np.empty(_CRC_BYTES, np.uint8)
-    expected_bytes = data.nbytes + padding_bytes + _CRC_BYTES
-    with _chunk_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected_bytes:
-            raise Damaged(name, f"{expected_bytes} bytes", f"{size} bytes")
-        padding = np.empty(padding_bytes, np.uint8)
-        done = 0
-        for part in (data, padding, tail):
-            _fill(file, part, done, name, expected_bytes)
-            done += part.nbytes
+    padding = np.empty(padding_bytes, np.uint8)
+    with _chunk(at):
+        at.store.read_into(at.key, 0, [part.data for part in (data, padding, tail)], whole=True)
     if sums is not None:
-        _check_tail(path, tail.tobytes(), sums.crc32c)
+        _check_tail(at, tail.tobytes(), sums.crc32c)
     expected = int.from_bytes(tail.tobytes(), "little")
     found = crc32c(padding, crc32c(data))
     if found != expected:
-        raise Damaged(name, f"crc32c {expected:08x}", f"crc32c {found:08x}")
+        raise Damaged(at.shown(7), f"crc32c {expected:08x}", f"crc32c {found:08x}")
 
 
 def _read_blocks(
-    path: Path, entry: ArrayEntry, out: np.ndarray, first_row: int, sums: ChunkSums
+    at: Spot, entry: ArrayEntry, out: np.ndarray, first_row: int, sums: ChunkSums
 ) -> None:
     """Reads some rows of a chunk: the blocks that they lie in, those at the ends by a detour."""
-    name = files.object_name(path, 7)
     wanted = out.reshape(-1).view(np.uint8)
     total = chunk_bytes(entry) - _CRC_BYTES
     row_bytes = total // entry.chunk_rows
@@ -401,37 +388,24 @@ def _read_blocks(
         wanted[inner - start : end - start] if inner < end else wanted[:0],
         np.empty(last - end, np.uint8),
     ]
-    with _chunk_file(path) as file:
-        done = first
-        for part in parts:
-            _fill(file, part, done, name, total + _CRC_BYTES)
-            done += part.nbytes
+    with _chunk(at):
+        at.store.read_into(at.key, first, [part.data for part in parts])
     crcs = np.frombuffer(sums.blocks, "<u4")
     if len(crcs) != -(-total // BLOCK_BYTES):
-        raise Damaged(name, f"checksums of {-(-total // BLOCK_BYTES)} blocks", f"{len(crcs)}")
+        count = -(-total // BLOCK_BYTES)
+        raise Damaged(at.shown(7), f"checksums of {count} blocks", f"{len(crcs)}")
     number = first // BLOCK_BYTES
     for part in parts:
-        for at in range(0, part.nbytes, BLOCK_BYTES):
-            found, expected = crc32c(part[at : at + BLOCK_BYTES]), int(crcs[number])
+        for begin in range(0, part.nbytes, BLOCK_BYTES):
+            found, expected = crc32c(part[begin : begin + BLOCK_BYTES]), int(crcs[number])
             if found != expected:
-                raise Damaged(
-                    f"{name}, block {number}", f"crc32c {expected:08x}", f"crc32c {found:08x}"
-                )
+                name = f"{at.shown(7)}, block {number}"
+                raise Damaged(name, f"crc32c {expected:08x}", f"crc32c {found:08x}")
             number += 1
-    for part, at in ((parts[0], first), (parts[2], end)):
-        low, high = max(at, start), min(at + part.nbytes, stop)
+    for part, begin in ((parts[0], first), (parts[2], end)):
+        low, high = max(begin, start), min(begin + part.nbytes, stop)
         if low < high:
-            wanted[low - start : high - start] = part[low - at : high - at]
-
-
-def _fill(file: io.FileIO, part: np.ndarray, offset: int, name: str, expected_bytes: int) -> None:
-    """Reads bytes of a file into all of ``part``."""
-    view = part.data
-    while len(view):
-        count = os.preadv(file.fileno(), [view], offset)
-        if count == 0:
-            raise Damaged(name, f"{expected_bytes} bytes", f"{offset} bytes")
-        view, offset = view[count:], offset + count
+            wanted[low - start : high - start] = part[low - begin : high - begin]
 
 
 def crc32c(data: np.ndarray, crc: int = 0) -> int:
@@ -448,18 +422,18 @@ def crc32c(data: np.ndarray, crc: int = 0) -> int:
 
 
 def _read_through_tensorstore(
-    directory: Path, entry: ArrayEntry, start: int, stop: int, out: np.ndarray, path: Path
+    directory: Spot, entry: ArrayEntry, start: int, stop: int, out: np.ndarray, at: Spot
 ) -> None:
-    spec = _spec(directory, entry, fsync=False)
+    spec = _spec(directory, entry)
     try:
         # The manifest is the truth: zarr.json is not read.
         store = ts.open(spec, open=True, assume_metadata=True, context=_context(False)).result()
         ts.array(out).write(store[start:stop]).result()
     except (ValueError, OSError) as error:
-        name = files.object_name(path, 7)
-        if not path.is_file():
-            raise Damaged(name, "a chunk", "no such file") from error
-        raise Damaged(name, "a chunk with its checksum", str(error).splitlines()[0]) from error
+        if not at.is_file():
+            raise Damaged(at.shown(7), "a chunk", "no such file") from error
+        found = str(error).splitlines()[0]
+        raise Damaged(at.shown(7), "a chunk with its checksum", found) from error
 
 
 def _store_error(directory: Path, error: ValueError) -> Exception:
@@ -482,7 +456,7 @@ def _context(fsync: bool) -> Any:
     return ts.Context({"file_io_sync": fsync})
 
 
-def _spec(directory: Path, entry: ArrayEntry, *, fsync: bool) -> dict[str, Any]:
+def _spec(directory: Spot, entry: ArrayEntry) -> dict[str, Any]:
     codecs: list[dict[str, Any]] = [{"name": "bytes"}]
     if np.dtype(entry.dtype).itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
@@ -496,7 +470,7 @@ def _spec(directory: Path, entry: ArrayEntry, *, fsync: bool) -> dict[str, Any]:
     grid = {"chunk_shape": [entry.chunk_rows, *entry.shape[1:]]}
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{directory}/"},
+        "kvstore": directory.kvstore(),
         "metadata": {
             "shape": list(entry.shape),
             "chunk_grid": {"name": "regular", "configuration": grid},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of files, and verification of whole steps.
+"""Digests of files.
 
 Array chunks and manifests carry their own checksums; the digests cover what does not, Orbax's
 dense files above all (its data carries no checksum: a flipped bit restores silently), say which
@@ -18,17 +18,18 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
 
-from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, records
 from deltackpt.format import names as layout
 from deltackpt.format.manifest import ArrayEntry, Manifest
 from deltackpt.storage import arrays, files
 from deltackpt.storage.arrays import ChunkSums
+from deltackpt.storage.store import Spot, spot
 
 _MAGIC = "deltackpt.digests"
 #: Paths whose components are names, as ``manifest.is_name`` has it.
@@ -38,7 +39,6 @@ _TAIL_BYTES = 4
 #: Of the path of a file below its directory, as an operating system has it.
 _PATH_CHARACTERS = 4096
 _READERS = 2
-_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
 
 
 class Digest(NamedTuple):
@@ -172,7 +172,7 @@ def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
     return google_crc32c.value(data)
 
 
-def read_digests(path: Path, *, crc32c: int | None = None) -> Digests:
+def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
     """Reads digests.
 
     Args:
@@ -182,20 +182,23 @@ def read_digests(path: Path, *, crc32c: int | None = None) -> Digests:
     Raises:
       Damaged: the file is missing, altered, or that of another save.
     """
-    name = files.object_name(path)
-    data = files.read_bytes(path, name)
+    at = spot(path)
+    name = at.shown()
+    data = at.read(name)
     if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
         raise Damaged(name, f"crc32c {crc32c:08x} as in the manifest", f"crc32c {found:08x}")
     return digests_from(data, name=name)
 
 
-def read_item_digests(item_dir: Path, record: Manifest) -> Digests:
+def read_item_digests(item_dir: Spot | Path, record: Manifest) -> Digests:
     """Digests of a process's part, as its manifest promises them."""
     path = item_dir / layout.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
-def check(directory: Path, digests: Digests, *, share: tuple[int, int] = (0, 1)) -> list[Damaged]:
+def check(
+    directory: Spot | Path, digests: Digests, *, share: tuple[int, int] = (0, 1)
+) -> list[Damaged]:
     """What is missing, truncated or altered among the files of a directory.
 
     Args:
@@ -209,7 +212,7 @@ def check(directory: Path, digests: Digests, *, share: tuple[int, int] = (0, 1))
 
 
 def check_files(
-    directory: Path,
+    directory: Spot | Path,
     expected: Mapping[str, Digest],
     *,
     shown: str | None = None,
@@ -228,11 +231,12 @@ def check_files(
     Raises:
       StorageError: a file is there and cannot be read.
     """
-    prefix = directory.name if shown is None else shown
+    folder = spot(directory)
+    prefix = folder.name if shown is None else shown
 
     def problem(name: str) -> Damaged | None:
         try:
-            return _problem(directory / name, f"{prefix}/{name}", expected[name], on_bytes)
+            return _problem(folder / name, f"{prefix}/{name}", expected[name], on_bytes)
         except StorageError as error:
             if not unreadable:
                 raise
@@ -242,171 +246,8 @@ def check_files(
         return [damage for damage in pool.map(problem, expected) if damage is not None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inventory:
-    """What the records of a save say of its files.
-
-    Attributes:
-      files: posix path below the save's directory to digest, of each file that a record knows; the
-        records themselves are among them.
-      records: the manifests that can be read, that of process 0 first.
-      damage: records that are missing, altered, or do not fit each other. The files that such a
-        record knows are not in ``files``.
-      scope: every file whose path begins so must be in ``files`` where no record is damaged.
-    """
-
-    files: dict[str, Digest]
-    records: tuple[Manifest, ...]
-    damage: tuple[Damaged, ...]
-    scope: str
-
-
-def inventory(
-    step_dir: Path,
-    item: str = layout.EMBEDDINGS_ITEM,
-    *,
-    shown: str | None = None,
-    unreadable: bool = False,
-) -> Inventory:
-    """Reads the records of a step, or of a compacted base: manifests and digests.
-
-    Args:
-      step_dir: the step, or the folder ``compacted/<step>``.
-      item: name of our item in it.
-      shown: what errors call the directory; its name by default.
-      unreadable: whether a record that cannot be read is damage; it is raised otherwise.
-
-    Raises:
-      StorageError: a record is there and cannot be read.
-    """
-    shown = step_dir.name if shown is None else shown
-    return _Inventory(step_dir, item, shown, unreadable).read()
-
-
-class _Inventory:
-    """An inventory that is being put together."""
-
-    def __init__(self, step_dir: Path, item: str, shown: str, unreadable: bool):
-        self._dir = step_dir
-        self._item = item
-        self._shown = shown
-        self._unreadable = unreadable
-        self._files: dict[str, Digest] = {}
-        self._records: list[Manifest] = []
-        self._damage: list[Damaged] = []
-
-    def read(self) -> Inventory:
-        self._read_item()
-        compacted = self._dir.parent.name == layout.COMPACTED
-        promised = not compacted and (
-            any("step" in record.digests for record in self._records)
-            or (self._dir / layout.STEP_DIGESTS).exists()
-        )
-        if promised:
-            self._read_step()
-        # Where nothing was promised of the step, Orbax's own files stand in the item as well.
-        inside = f"{self._item}/" if compacted else f"{self._item}/part."
-        return Inventory(
-            files=self._files,
-            records=tuple(self._records),
-            damage=tuple(self._damage),
-            scope="" if promised else inside,
-        )
-
-    def _read_item(self) -> None:
-        head = self._manifest(0, None)
-        for part in head.parts if head is not None else ():
-            if part.process:
-                self._manifest(part.process, part.crc32c)
-
-    def _manifest(self, process: int, crc32c: int | None) -> Manifest | None:
-        """Reads what a process wrote; None where its manifest cannot be read."""
-        name = f"{self._item}/{layout.manifest_name(process)}"
-        head = f"{self._item}/{layout.manifest_name(0)}"
-        record: Manifest | None = self._record(name, manifest.from_bytes, crc32c, head)
-        if record is not None:
-            self._records.append(record)
-            said_by, name = name, f"{self._item}/{layout.digests_name(process)}"
-            digests = self._digests(name, record.item_digests_crc32c, said_by)
-            for path in digests.files:
-                self._add(f"{self._item}/{path}", digests.digest(path), name)
-        return record
-
-    def _read_step(self) -> None:
-        names = [layout.STEP_DIGESTS]
-        read: set[str] = set()
-        while names:
-            name = names.pop()
-            read.add(name)
-            digests = self._digests(name)
-            for path in digests.files:
-                if layout.step_digests_process(path) is not None and path not in read:
-                    names.append(path)
-                self._add(path, digests.digest(path), name)
-
-    def _digests(self, name: str, crc32c: int | None = None, said_by: str = "") -> Digests:
-        found: Digests | None = self._record(name, digests_from, crc32c, said_by)
-        return found if found is not None else Digests({})
-
-    def _record(
-        self, name: str, parse: Callable[..., Any], crc32c: int | None, said_by: str
-    ) -> Any:
-        """Reads and checks a record; None where it is missing, altered or another one."""
-        shown = f"{self._shown}/{name}"
-        try:
-            data = files.read_bytes(self._dir / name, shown)
-            if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
-                expected = f"crc32c {crc32c:08x} as {self._shown}/{said_by} says"
-                raise Damaged(shown, expected, f"crc32c {found:08x}")
-            record = parse(data, name=shown)
-        except Damaged as error:
-            self._damage.append(error)
-            return None
-        except StorageError as error:
-            if not self._unreadable:
-                raise
-            self._damage.append(Damaged(shown, "a file that can be read", str(error.__cause__)))
-            return None
-        except RestoreError as error:
-            self._damage.append(Damaged(shown, "a record that this deltackpt knows", str(error)))
-            return None
-        self._add(name, digest_bytes(data), name)
-        return record
-
-    def _add(self, name: str, digest: Digest, said_by: str) -> None:
-        """Notes what a file should be; a record that was read before stays as it was read."""
-        known = self._files.setdefault(name, digest)
-        if known[:3] != digest[:3]:
-            self._damage.append(
-                Damaged(
-                    f"{self._shown}/{name}",
-                    f"{_figures(digest)} as {self._shown}/{said_by} says",
-                    _figures(known),
-                )
-            )
-        if _is_chunk(name) and digest.crc32c != digest.tail:
-            self._damage.append(
-                Damaged(
-                    f"{self._shown}/{name}",
-                    f"a chunk that ends in its crc32c {digest.crc32c:08x}",
-                    f"crc32c {digest.tail:08x} at its end",
-                )
-            )
-
-
-def verify_step(step_dir: Path, item: str = layout.EMBEDDINGS_ITEM) -> list[Damaged]:
-    """Re-reads a whole step: its records, and every file that they know.
-
-    Args:
-      step_dir: the step.
-      item: name of our item in it.
-    """
-    found = inventory(step_dir, item)
-    return [*found.damage, *check_files(step_dir, found.files)]
-
-
 def check_step_files(
-    step_dir: Path,
+    step_dir: Spot | Path,
     share: tuple[int, int] = (0, 1),
     *,
     wanted: Callable[[str], bool] = lambda name: True,
@@ -439,7 +280,7 @@ def check_step_files(
 
 
 def digest_file(
-    path: Path, *, blocks: bool = False, on_bytes: Callable[[int], None] = lambda count: None
+    path: Spot | Path, *, blocks: bool = False, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Digest:
     """Digest of a file.
 
@@ -449,23 +290,28 @@ def digest_file(
       on_bytes: called with bytes read.
 
     Raises:
-      StorageError: it cannot be read.
+      Damaged: it was cut short meanwhile.
+      StorageError: it cannot be read, or is ``store.Missing``.
     """
-    crc, tail, found = 0, b"", []
-    buffer = np.empty(_READ_BYTES, np.uint8)
-    with files.typed_errors(path, "read"), open(path, "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        left = max(0, length - _TAIL_BYTES)
-        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)].data)):
-            crc = arrays.crc32c(buffer[:count], crc)
-            if blocks:
-                starts = range(0, count, arrays.BLOCK_BYTES)
-                ends = (min(start + arrays.BLOCK_BYTES, count) for start in starts)
-                found += [arrays.crc32c(buffer[start:end]) for start, end in zip(starts, ends)]
-            left -= count
-            on_bytes(count)
-        tail = file.read()
-        on_bytes(len(tail))
+    at = spot(path)
+    length = at.store.length(at.key)
+    body = max(0, length - _TAIL_BYTES)
+    crc, found = 0, []
+    buffer = np.empty(min(body, _READ_BYTES), np.uint8)
+    tail = bytearray(length - body)
+    for start in range(0, body, _READ_BYTES):
+        piece = buffer[: min(body - start, _READ_BYTES)]
+        last = [memoryview(tail)] if start + len(piece) == body else []
+        at.store.read_into(at.key, start, [piece.data, *last])
+        crc = arrays.crc32c(piece, crc)
+        if blocks:
+            starts = range(0, len(piece), arrays.BLOCK_BYTES)
+            ends = (min(start + arrays.BLOCK_BYTES, len(piece)) for start in starts)
+            found += [arrays.crc32c(piece[start:end]) for start, end in zip(starts, ends)]
+        on_bytes(len(piece))
+    if not body:
+        at.store.read_into(at.key, 0, [memoryview(tail)])
+    on_bytes(len(tail))
     return Digest(length, crc, int.from_bytes(tail, "little"), np.array(found, "<u4").tobytes())
 
 
@@ -475,27 +321,18 @@ def digest_bytes(data: bytes) -> Digest:
     return Digest(len(data), google_crc32c.value(body), int.from_bytes(tail, "little"))
 
 
-def _is_chunk(name: str) -> bool:
-    """Whether a path in a step is that of a chunk of one of our arrays."""
-    return _CHUNK.fullmatch(name) is not None
-
-
-def _figures(digest: Digest) -> str:
-    return f"{digest.length} bytes, crc32c {digest.crc32c:08x}, tail {digest.tail:08x}"
-
-
 def _problem(
-    path: Path, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
+    at: Spot, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
 ) -> Damaged | None:
     try:
         # The longest of files is no reason to read it where it should be shorter.
-        if (length := files.length(path, shown)) != wanted.length:
+        if (length := at.length(shown)) != wanted.length:
             return Damaged(shown, f"{wanted.length} bytes", f"{length} bytes")
-        found = digest_file(path, blocks=bool(wanted.blocks), on_bytes=on_bytes)
+        found = digest_file(at, blocks=bool(wanted.blocks), on_bytes=on_bytes)
     except Damaged as error:
-        return error
+        return Damaged(shown, error.expected, error.found)
     except StorageError as error:
-        if path.is_file():
+        if at.is_file():
             raise
         return Damaged(shown, "a file", f"no such file ({error.__cause__})")
     if found.length != wanted.length:

@@ -8,8 +8,9 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
 from deltackpt.format import names as layout
@@ -17,12 +18,15 @@ from deltackpt.format.records import MOST_BYTES
 
 
 @contextlib.contextmanager
-def typed_errors(path: Path, action: str) -> Iterator[None]:
+def typed_errors(
+    path: os.PathLike[str], action: str, *, full: str = "free space, then try again"
+) -> Iterator[None]:
     """Turns an operating system's refusal into an error that says what to do next.
 
     Args:
       path: the object that was being worked on.
       action: what was being done, as in "write".
+      full: what to do where there is no room; only the caller knows what it is for.
     """
     try:
         yield
@@ -31,8 +35,7 @@ def typed_errors(path: Path, action: str) -> Iterator[None]:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpace(
-                f"{path}: expected room to {action}, found the file system full; free space or "
-                "keep fewer steps, then save again: no touched row is lost"
+                f"{path}: expected room to {action}, found the file system full; {full}"
             ) from error
         raise StorageError(
             f"{path}: expected to {action}, found {os.strerror(error.errno or 0)}; check the "
@@ -66,10 +69,25 @@ def read_bytes(
         raise unreadable(path, error) from error
 
 
-def unreadable(path: Path | str, error: OSError) -> StorageError:
+def listing(path: Path) -> list[str]:
+    """Names in a directory.
+
+    Raises:
+      StorageError: it cannot be listed.
+    """
+    try:
+        return os.listdir(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: expected to list it, found {os.strerror(error.errno or 0)}; check the path, "
+            "its permissions and the file system"
+        ) from error
+
+
+def unreadable(path: Path | str, error: OSError, action: str = "read") -> StorageError:
     """What is raised where a file cannot be read, although it is there."""
     return StorageError(
-        f"{path}: expected to read, found {os.strerror(error.errno or 0)}; check the file "
+        f"{path}: expected to {action}, found {os.strerror(error.errno or 0)}; check the file "
         "system and its permissions, then try again"
     )
 
@@ -96,7 +114,7 @@ def length(path: Path, name: str) -> int:
     return found.st_size
 
 
-def object_name(path: Path, components: int = 3) -> str:
+def object_name(path: PurePath, components: int = 3) -> str:
     """The last components of a path: enough to find it in a checkpoint directory."""
     first = max(0, len(path.parts) - components)
     if first and path.parts[first - 1] == layout.COMPACTED:
@@ -104,18 +122,21 @@ def object_name(path: Path, components: int = 3) -> str:
     return "/".join(path.parts[first:])
 
 
-def write_atomic(path: Path, data: bytes, *, fsync: bool) -> None:
+def write_atomic(
+    path: Path, data: bytes | memoryview, *, fsync: bool, absent: bool = False
+) -> None:
     """Writes a file that is either absent, old or complete.
 
     Args:
       path: the file; its directory exists.
       data: the contents.
       fsync: whether file and directory entry are on disk before this returns.
+      absent: only where there is no such file; of several that try one succeeds.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store refused; the cause is FileExistsError where there is one.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     with typed_errors(path, "write"):
         try:
             with open(temporary, "wb") as file:
@@ -123,12 +144,30 @@ def write_atomic(path: Path, data: bytes, *, fsync: bool) -> None:
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
-            os.replace(temporary, path)
+            if absent:
+                _link(temporary, path)
+            else:
+                os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         if fsync:
             fsync_path(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Gives a file its name where nothing has it."""
+    os.link(temporary, path)
+    os.unlink(temporary)
+
+
+def make_durable(path: Path) -> None:
+    """Makes a directory and what is missing above it; their names are on disk afterwards."""
+    with typed_errors(path, "make a directory"):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            fsync_path(folder.parent)
 
 
 def fsync_path(path: Path) -> None:

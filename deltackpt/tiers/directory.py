@@ -16,7 +16,9 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
-from deltackpt.ledger.directory import Root, epochs
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.lease import epochs
+from deltackpt.reading import inventory
 from deltackpt.reading import saves as stored
 from deltackpt.storage import digests as integrity
 from deltackpt.storage import files
@@ -79,9 +81,9 @@ class Directory:
         """See ``Place``."""
         folder = self._folder(unit)
         if unit.item is None:
-            found = integrity.inventory(folder, self.item)
+            found = inventory.read_inventory(folder, self.item)
         else:
-            found = integrity.inventory(folder.parent, unit.item, shown=unit.name)
+            found = inventory.read_inventory(folder.parent, unit.item, shown=unit.name)
         for damage in found.damage:
             raise damage
         if unit.item is not None:

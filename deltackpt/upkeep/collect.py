@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +31,11 @@ from deltackpt.format import chain
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.directory import Root, epochs, is_leftover
+from deltackpt.ledger import locks
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.lease import epochs
+from deltackpt.ledger.leftovers import is_leftover
+from deltackpt.reading import inventory
 from deltackpt.reading import saves as stored
 from deltackpt.storage import digests, files
 from deltackpt.upkeep import compact
@@ -236,26 +239,11 @@ def exclusive(path: Path) -> Iterator[None]:
     """
     place = path / layout.COPYING
     name = place / "lock"
-    with files.typed_errors(name, "be locked"), contextlib.ExitStack() as stack:
-        while True:
-            place.mkdir(parents=True, exist_ok=True)
-            try:
-                lock = stack.enter_context(open(name, "ab"))
-            except FileNotFoundError:
-                continue  # Whoever held it is leaving.
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InUse(
-                    f"{path}: expected no other copy to it or collection of it, found its lock "
-                    "held by another process; wait until that one has ended"
-                ) from error
-            # Whoever leaves removes the file: what was locked must be what has the name.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), name.stat()):
-                    break
-        held = stack.pop_all()
-    with held:
+    refusal = InUse(
+        f"{path}: expected no other copy to it or collection of it, found its lock held by another "
+        "process; wait until that one has ended"
+    )
+    with locks.held(name, refusal):
         try:
             yield
         finally:
@@ -428,7 +416,7 @@ class _Plan:
         except FileNotFoundError:
             return Damaged(shown, "a save", "none: it was removed meanwhile")
         if key not in self._checked:
-            found = digests.inventory(folder, self._item, shown=shown, unreadable=True)
+            found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
             below = f"{self._item}/"
             wanted = {
                 name: of for name, of in found.files.items() if name.startswith(below) == inside

@@ -16,21 +16,20 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
-from deltackpt.format import blocks, gaps, manifest, names
+from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import reader
 from deltackpt.reading import saves as stored
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import HeldRows, Targets
+from deltackpt.reading.reader import HeldRows
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.targets import Targets
 from deltackpt.resources import memory
-from deltackpt.storage import digests, files
+from deltackpt.storage import digests
 
 #: Most stored bytes, and about the most time, that are spent on sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -218,7 +217,7 @@ def _array_bytes(save: StoredSave) -> _Sizes:
                 chunks[array].append(length)
         for segment in part.record.segments:
             for entry in segment.arrays:
-                place = part.directory(segment, entry).relative_to(part.item_dir).as_posix()
+                place = part.directory(segment, entry).below(part.item_dir)
                 held = chunks[place]
                 found[process, segment.name, entry.name] = sum(held), len(held)
     return found
@@ -410,11 +409,7 @@ def _first_rows(part: StoredPart, segment: Segment) -> blocks.Rows:
     count = min(segment.count, _CHUNKS * largest.chunk_rows)
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)[:count]
-    entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
-    out = np.empty(count, np.dtype(entry.dtype))
-    part.read_array(segment, entry, 0, count, out)
-    name = files.object_name(part.directory(segment, entry), 5)
-    return gaps.decode_gaps(out, total_rows=part.groups[segment.group].rows, name=name)
+    return reader.gap_rows(part, segment, stop=count)
 
 
 def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:

@@ -88,10 +88,10 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
     part.check(segment)  # As many chunks as there should be.
     for entry in segment.arrays:
         directory = part.directory(segment, entry)
-        below = directory.relative_to(part.item_dir).as_posix()
+        below = directory.below(part.item_dir)
         known = part.checksums.get(below, {})
         for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
-            chunk = arrays.chunk_path(directory, entry, number).relative_to(directory).as_posix()
+            chunk = arrays.chunk_name(entry, number)
             if chunk not in known:
                 yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,10 +32,13 @@ from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Manifest, SaveId
 from deltackpt.ledger import directory as root
+from deltackpt.ledger import lease, leftovers
+from deltackpt.reading import inventory
 from deltackpt.reading import saves as stored
-from deltackpt.reading.reader import Progress
-from deltackpt.storage import digests, files
-from deltackpt.storage.digests import Inventory
+from deltackpt.reading.inventory import Inventory
+from deltackpt.reading.meter import Meter, Progress
+from deltackpt.storage import digests
+from deltackpt.storage.store import Spot, Stamp
 from deltackpt.upkeep.structure import structure_problems
 from deltackpt.upkeep.verdicts import Problem, RootReport, SaveReport, StepVerdict, Stops
 
@@ -108,18 +110,18 @@ class _Save:
       name: its path below the root.
       step_dir: the step, or the folder ``compacted/<step>``, which may hold bases of other items.
       folder: what holds its files: the step, or the item in that folder.
-      inode: of ``folder``.
+      stamp: of ``folder``.
     """
 
     name: str
-    step_dir: Path
-    folder: Path
-    inode: int
+    step_dir: Spot
+    folder: Spot
+    stamp: Stamp
 
     @property
     def stands(self) -> bool:
         """Whether it is still there."""
-        return _inode(self.folder) == self.inode
+        return self.stamp.same(self.folder.stamp())
 
 
 class _Audit:
@@ -133,7 +135,7 @@ class _Audit:
         progress: Progress | None,
     ):
         self.notes: list[str] = []
-        self.meter = _Meter(progress)
+        self.meter = Meter(progress)
         self._root = opened
         self._item = item
         self._steps = steps
@@ -164,9 +166,9 @@ class _Audit:
 
     def _changes(self) -> bool:
         """Whether the directory changes within a moment: what is missing may be replaced."""
-        known = {(save.name, save.inode) for save, _, _ in self._found.values()}
+        known = {(save.name, save.stamp.identity) for save, _, _ in self._found.values()}
         for _ in range(_CHECKS):
-            now = {(save.name, save.inode) for save in self._standing()}
+            now = {(save.name, save.stamp.identity) for save in self._standing()}
             if self._steps is None and now != known or not known <= now:
                 return True
             time.sleep(_INTERVAL_SECS)
@@ -180,13 +182,13 @@ class _Audit:
         """Verifies what is not known yet, and forgets what was removed; whether there was any."""
         standing = {save.name: save for save in self._standing()}
         for name, (save, _, _) in list(self._found.items()):
-            if name not in standing or standing[name].inode != save.inode:
+            if name not in standing or not standing[name].stamp.same(save.stamp):
                 del self._found[name]
         fresh = [save for save in standing.values() if save.name not in self._found]
         if self._steps is not None:
             needed = self._needed(standing)
             fresh = [save for save in fresh if _number(save.name) in needed]
-        self.meter.expect(sum(files.tree_bytes(save.folder) for save in fresh))
+        self.meter.expect(sum(_nbytes(save.folder) for save in fresh))
         for save in fresh:
             report, info = self._verified(save)
             if save.stands:
@@ -196,15 +198,15 @@ class _Audit:
         return bool(fresh)
 
     def _standing(self) -> Iterator[_Save]:
-        path = self._root.path
+        at = self._root.spot
         for step in sorted(self._root.steps()):
-            folder = path / str(step)
-            inode = _inode(folder)
-            if inode is not None:
-                yield _Save(str(step), folder, folder, inode)
-        for name, inode in sorted(stored.compacted_bases(path, self._item).items()):
-            folder = layout.compacted_dir(path / name, self._item)
-            yield _Save(f"{layout.COMPACTED}/{name}", folder.parent, folder, inode)
+            folder = at / str(step)
+            stamp = folder.stamp()
+            if stamp is not None:
+                yield _Save(str(step), folder, folder, stamp)
+        for name, stamp in sorted(stored.compacted_bases(at, self._item).items()):
+            folder = layout.compacted_dir(at / name, self._item)
+            yield _Save(f"{layout.COMPACTED}/{name}", folder.parent, folder, stamp)
 
     def _needed(self, standing: Mapping[str, _Save]) -> set[int]:
         """Steps that the wanted ones need, as far as their manifests can be read."""
@@ -224,7 +226,9 @@ class _Audit:
         return needed
 
     def _verified(self, save: _Save) -> tuple[SaveReport, SaveInfo | None]:
-        found = digests.inventory(save.step_dir, self._item, shown=save.name, unreadable=True)
+        found = inventory.read_inventory(
+            save.step_dir, self._item, shown=save.name, unreadable=True
+        )
         damage = list(found.damage)
         damage += digests.check_files(
             save.step_dir,
@@ -238,7 +242,7 @@ class _Audit:
         info = None
         head = found.records[0] if found.records and found.records[0].process == 0 else None
         if head is not None:
-            info = _info(head, save.step_dir.name)
+            info = SaveInfo.of(head, save.step_dir.name)
             problems += self._misplaced(save, head)
             if not any(problem.stops == "chain" for problem in problems):
                 problems += self._structure(save)
@@ -280,8 +284,8 @@ class _Audit:
         """Files that no digest knows; not to be told where the digests themselves are damaged."""
         if found.damage:
             return
-        for path in sorted(_walk(save.folder)):
-            name = path.relative_to(save.step_dir).as_posix()
+        for key in save.folder.keys():
+            name = (save.folder / key).below(save.step_dir)
             if name.startswith(found.scope) and name not in found.files:
                 yield Problem(
                     object_name=f"{save.name}/{name}",
@@ -313,7 +317,7 @@ class _Audit:
         """What records say that cannot be, although each is as it was written."""
         try:
             if "/" in save.name:
-                step_dir = self._root.path / save.step_dir.name
+                step_dir = self._root.spot / save.step_dir.name
                 held = stored.read_base(step_dir, self._item)
             else:
                 held = stored.read_save(save.step_dir, self._item)
@@ -398,25 +402,6 @@ class _Audit:
         return None
 
 
-class _Meter:
-    """Counts bytes read, for the progress callback."""
-
-    def __init__(self, progress: Progress | None):
-        self.done = 0
-        self._total = 0
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def expect(self, nbytes: int) -> None:
-        self._total += nbytes
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-            if self._progress is not None:
-                self._progress(self.done, max(self.done, self._total))
-
-
 def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
     """Problems and notes of what stands beside the steps."""
     problems, notes = [], []
@@ -436,9 +421,9 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
                 notes.append(f"{name}/: {found} {what}, not verified")
         elif name == layout.COPYING:
             notes.append(f"{name}/: a copy that was cut off, or is under way")
-        elif root.is_leftover(name):
+        elif leftovers.is_leftover(name):
             notes.append(f"{name}: a save that was cut off, or is under way")
-        elif not root.is_known(name):
+        elif not leftovers.is_known(name):
             notes.append(f"{name}: neither deltackpt nor Orbax wrote it")
     return tuple(problems), tuple(notes)
 
@@ -447,7 +432,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
     """A claim that was cut before it was signed is none: it counts by its name."""
     try:
         if path.stat().st_size:
-            root.read_lease(path)
+            lease.read_lease(path)
     except FileNotFoundError:
         return  # A newer trainer took the directory.
     except Damaged as error:
@@ -456,16 +441,6 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
         )
     except (DeltackptError, OSError) as error:
         yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
-
-
-def _info(head: Manifest, step_dir: str) -> SaveInfo:
-    return SaveInfo(
-        save_id=head.save_id,
-        kind=head.kind,
-        parent=head.parent,
-        step_dir=step_dir,
-        nbytes=head.nbytes,
-    )
 
 
 def _number(name: str) -> int:
@@ -482,16 +457,13 @@ def _once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     return tuple(found.values())
 
 
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
-
-
-def _walk(directory: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(directory):
-        yield from (Path(folder, name) for name in names)
+def _nbytes(folder: Spot) -> int:
+    """Bytes of all files below a folder, from which others may remove files meanwhile."""
+    total = 0
+    for name in folder.keys():
+        with contextlib.suppress(StorageError, Damaged):  # Verification says what is wrong.
+            total += (folder / name).length()
+    return total
 
 
 def _listing(directory: Path) -> list[str]:

@@ -21,7 +21,7 @@ from rich.table import Table
 import deltackpt
 from deltackpt.format import names
 from deltackpt.format.manifest import Kind
-from deltackpt.save.pipeline import SaveReport
+from deltackpt.save.flight import SaveReport
 from running.journal import size
 
 DELTACKPT = "deltackpt delta"

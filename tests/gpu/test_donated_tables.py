@@ -14,7 +14,7 @@ from flat_options import manager_options
 
 import deltackpt
 from deltackpt import codecs
-from deltackpt.save import encode, extract
+from deltackpt.save import encode, extract, pieces, touched_rows
 
 ROWS = {"users": 5000, "items": 3000}
 WIDTH = 16
@@ -93,7 +93,7 @@ def on_device(device: jax.Device, codec: codecs.Codec, rows: np.ndarray) -> enco
     """Rows encoded on a device, at most 64; for ``model.decoded``."""
     padded = np.zeros((64, *rows.shape[1:]), rows.dtype)
     padded[: len(rows)] = rows
-    piece = encode.DevicePiece.dispatch(codec, jax.device_put(padded, device), len(rows))
+    piece = pieces.DevicePiece.dispatch(codec, jax.device_put(padded, device), len(rows))
     return piece.encoded(codec)
 
 
@@ -111,8 +111,8 @@ def test_touched_rows_on_the_device_are_those_on_the_host(device, count):
     stamps = np.zeros(5000, np.int32)
     stamps[np.random.default_rng(count).choice(5000, count, replace=False)] = 3
     spans = [(0, 1000), (1500, 5000)]
-    expected = extract.touched_rows(stamps, 2, 7, spans)
-    found = extract.touched_rows(jax.device_put(stamps, device), 2, 7, spans)
+    expected = touched_rows.touched_rows(stamps, 2, 7, spans)
+    found = touched_rows.touched_rows(jax.device_put(stamps, device), 2, 7, spans)
     rows = np.flatnonzero(stamps)
     assert expected.tolist() == [row + 7 for row in rows if not 1000 <= row < 1500]
     np.testing.assert_array_equal(found, expected)

@@ -70,7 +70,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
 
 
 def _leftovers(path: Path, names: Iterable[str]) -> Iterator[Finding]:
-    from deltackpt.ledger.directory import is_leftover
+    from deltackpt.ledger.leftovers import is_leftover
 
     now = time.time()
     cut = {name: _age_secs(path / name, now) for name in names if is_leftover(name)}
@@ -131,7 +131,7 @@ def _age_secs(path: Path, now: float) -> float | None:
 
 
 def _lease(path: Path, names: Iterable[str]) -> Iterator[Finding]:
-    from deltackpt.ledger.directory import read_lease
+    from deltackpt.ledger.lease import read_lease
 
     newest = max((epoch for name in names if (epoch := layout.lease_epoch(name))), default=None)
     if newest is None:

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the records of a save say of its files: which there must be, and what each should be."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format import manifest, names
+from deltackpt.format.manifest import Manifest
+from deltackpt.storage import digests
+from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.store import Spot, spot
+
+_CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What the records of a save say of its files.
+
+    Attributes:
+      files: posix path below the save's directory to digest, of each file that a record knows; the
+        records themselves are among them.
+      records: the manifests that can be read, that of process 0 first.
+      damage: records that are missing, altered, or do not fit each other. The files that such a
+        record knows are not in ``files``.
+      scope: every file whose path begins so must be in ``files`` where no record is damaged.
+    """
+
+    files: dict[str, Digest]
+    records: tuple[Manifest, ...]
+    damage: tuple[Damaged, ...]
+    scope: str
+
+
+def read_inventory(
+    step_dir: Spot | Path,
+    item: str = names.EMBEDDINGS_ITEM,
+    *,
+    shown: str | None = None,
+    unreadable: bool = False,
+) -> Inventory:
+    """Reads the records of a step, or of a compacted base: manifests and digests.
+
+    Args:
+      step_dir: the step, or the folder ``compacted/<step>``.
+      item: name of our item in it.
+      shown: what errors call the directory; its name by default.
+      unreadable: whether a record that cannot be read is damage; it is raised otherwise.
+
+    Raises:
+      StorageError: a record is there and cannot be read.
+    """
+    at = spot(step_dir)
+    return _Inventory(at, item, at.name if shown is None else shown, unreadable).read()
+
+
+class _Inventory:
+    """An inventory that is being put together."""
+
+    def __init__(self, step_dir: Spot, item: str, shown: str, unreadable: bool):
+        self._dir = step_dir
+        self._item = item
+        self._shown = shown
+        self._unreadable = unreadable
+        self._files: dict[str, Digest] = {}
+        self._records: list[Manifest] = []
+        self._damage: list[Damaged] = []
+
+    def read(self) -> Inventory:
+        self._read_item()
+        compacted = self._dir.parent.name == names.COMPACTED
+        promised = not compacted and (
+            any("step" in record.digests for record in self._records)
+            or (self._dir / names.STEP_DIGESTS).exists()
+        )
+        if promised:
+            self._read_step()
+        # Where nothing was promised of the step, Orbax's own files stand in the item as well.
+        inside = f"{self._item}/" if compacted else f"{self._item}/part."
+        return Inventory(
+            files=self._files,
+            records=tuple(self._records),
+            damage=tuple(self._damage),
+            scope="" if promised else inside,
+        )
+
+    def _read_item(self) -> None:
+        head = self._manifest(0, None)
+        for part in head.parts if head is not None else ():
+            if part.process:
+                self._manifest(part.process, part.crc32c)
+
+    def _manifest(self, process: int, crc32c: int | None) -> Manifest | None:
+        """Reads what a process wrote; None where its manifest cannot be read."""
+        name = f"{self._item}/{names.manifest_name(process)}"
+        head = f"{self._item}/{names.manifest_name(0)}"
+        record: Manifest | None = self._record(name, manifest.from_bytes, crc32c, head)
+        if record is not None:
+            self._records.append(record)
+            said_by, name = name, f"{self._item}/{names.digests_name(process)}"
+            known = self._digests(name, record.item_digests_crc32c, said_by)
+            for path in known.files:
+                self._add(f"{self._item}/{path}", known.digest(path), name)
+        return record
+
+    def _read_step(self) -> None:
+        pending = [names.STEP_DIGESTS]
+        read: set[str] = set()
+        while pending:
+            name = pending.pop()
+            read.add(name)
+            known = self._digests(name)
+            for path in known.files:
+                if names.step_digests_process(path) is not None and path not in read:
+                    pending.append(path)
+                self._add(path, known.digest(path), name)
+
+    def _digests(self, name: str, crc32c: int | None = None, said_by: str = "") -> Digests:
+        found: Digests | None = self._record(name, digests.digests_from, crc32c, said_by)
+        return found if found is not None else Digests({})
+
+    def _record(
+        self, name: str, parse: Callable[..., Any], crc32c: int | None, said_by: str
+    ) -> Any:
+        """Reads and checks a record; None where it is missing, altered or another one."""
+        shown = f"{self._shown}/{name}"
+        try:
+            data = (self._dir / name).read(shown)
+            if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
+                expected = f"crc32c {crc32c:08x} as {self._shown}/{said_by} says"
+                raise Damaged(shown, expected, f"crc32c {found:08x}")
+            record = parse(data, name=shown)
+        except Damaged as error:
+            self._damage.append(error)
+            return None
+        except StorageError as error:
+            if not self._unreadable:
+                raise
+            self._damage.append(Damaged(shown, "a file that can be read", str(error.__cause__)))
+            return None
+        except RestoreError as error:
+            self._damage.append(Damaged(shown, "a record that this deltackpt knows", str(error)))
+            return None
+        self._add(name, digests.digest_bytes(data), name)
+        return record
+
+    def _add(self, name: str, digest: Digest, said_by: str) -> None:
+        """Notes what a file should be; a record that was read before stays as it was read."""
+        known = self._files.setdefault(name, digest)
+        if known[:3] != digest[:3]:
+            self._damage.append(
+                Damaged(
+                    f"{self._shown}/{name}",
+                    f"{_figures(digest)} as {self._shown}/{said_by} says",
+                    _figures(known),
+                )
+            )
+        if _is_chunk(name) and digest.crc32c != digest.tail:
+            self._damage.append(
+                Damaged(
+                    f"{self._shown}/{name}",
+                    f"a chunk that ends in its crc32c {digest.crc32c:08x}",
+                    f"crc32c {digest.tail:08x} at its end",
+                )
+            )
+
+
+def verify_step(step_dir: Spot | Path, item: str = names.EMBEDDINGS_ITEM) -> list[Damaged]:
+    """Re-reads a whole step: its records, and every file that they know.
+
+    Args:
+      step_dir: the step.
+      item: name of our item in it.
+    """
+    found = read_inventory(step_dir, item)
+    return [*found.damage, *digests.check_files(step_dir, found.files)]
+
+
+def _is_chunk(name: str) -> bool:
+    """Whether a path in a step is that of a chunk of one of our arrays."""
+    return _CHUNK.fullmatch(name) is not None
+
+
+def _figures(digest: Digest) -> str:
+    return f"{digest.length} bytes, crc32c {digest.crc32c:08x}, tail {digest.tail:08x}"

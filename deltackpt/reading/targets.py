@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wanted of a step, and the memory that it is read into."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import TemplateMismatch
+from deltackpt.format import blocks, globs, manifest
+from deltackpt.format.blocks import Box, Span
+from deltackpt.format.manifest import Cover, GroupEntry, Layout, Segment
+from deltackpt.reading.merge import Target
+from deltackpt.resources import memory
+
+#: Table name to field name to the boxes of it that this process needs.
+Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
+
+
+def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
+    """All fields of some tables, of each a half-open range of rows.
+
+    Args:
+      target: the layout of the step.
+      rows: table name, or the end of exactly one, to the range, None for all rows.
+
+    Raises:
+      TemplateMismatch: there is no such table, or it has fewer rows.
+    """
+    tables = {table.name: table for table in target.tables}
+    groups = {group.name: group for group in target.groups}
+    found: dict[str, dict[str, list[Box]]] = {}
+    for asked, span in rows.items():
+        name = globs.meant(asked, tables, TemplateMismatch)
+        if name not in tables:
+            raise TemplateMismatch(
+                f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
+                "step; ask for one of them"
+            )
+        start, stop = span if span is not None else (0, tables[name].rows)
+        if not 0 <= start <= stop <= tables[name].rows:
+            raise TemplateMismatch(
+                f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "
+                f"[{start}, {stop}); ask for rows that the step holds"
+            )
+        found[name] = {
+            spec.name: [Box((start, stop), (0, manifest.width(spec.trailing)))]
+            for spec in groups[tables[name].group].fields
+        }
+    return found
+
+
+def empty_buffers(
+    target: Layout, wanted: Wanted | None = None
+) -> tuple[dict[str, dict[str, dict[Box, np.ndarray]]], Targets]:
+    """Memory for what is wanted of a step: table name to field name to box to array.
+
+    Args:
+      target: the layout of the step.
+      wanted: by default every table and slot as a whole.
+
+    Returns:
+      The arrays, and the same as targets of ``fill``.
+    """
+    if wanted is None:
+        wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
+    groups = {group.name: group for group in target.groups}
+    buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
+    targets = []
+    for table in target.tables:
+        asked = wanted.get(table.name, {})
+        group = groups[table.group]
+        for spec in group.fields:
+            if spec.name in asked:
+                buffers.setdefault(table.name, {})[spec.name] = {}
+            for box in asked.get(spec.name, ()):
+                (start, stop), (first, last) = box
+                trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
+                buffer = memory.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
+                buffers[table.name][spec.name][box] = buffer
+                # A template may have grown: its further rows are not in the step.
+                start, stop = min(start, table.rows), min(stop, table.rows)
+                targets.append(
+                    Target(
+                        group=group.name,
+                        field=spec.name,
+                        rows=(table.offset + start, table.offset + stop),
+                        columns=box.columns if group.columns(spec) is not None else None,
+                        buffer=buffer[: stop - start],
+                    )
+                )
+    return buffers, Targets(targets, target)
+
+
+class Targets:
+    """The buffers that a restore fills, by group, field and rows."""
+
+    def __init__(self, targets: Sequence[Target], target: Layout):
+        """Sorts them.
+
+        Args:
+          targets: boxes of one field are cut by a grid: their rows are the same or disjoint.
+          target: the layout of the step.
+        """
+        self.all = tuple(targets)
+        self._layout = target
+        self._sorted: dict[tuple[str, str], list[Target]] = {}
+        for one in sorted(targets, key=lambda one: one.rows):
+            self._sorted.setdefault((one.group, one.field), []).append(one)
+
+    def over(self, group: str, field: str, rows: Span, columns: Span) -> tuple[Target, ...]:
+        """Those of a field that share rows and columns with a segment."""
+        found = self._sorted.get((group, field), [])
+        low = bisect.bisect_right(found, rows[0], key=lambda one: one.rows[1])
+        high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
+        return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
+
+    def want(self, segment: Segment, rows: Span) -> bool:
+        """Whether there are any over rows of a segment, of whichever of its fields."""
+        return any(
+            self.over(segment.group, field, rows, segment.columns) for field in segment.fields
+        )
+
+    def touch(self, cover: Cover) -> bool:
+        """Whether a part with such rows may hold any of them: no work for each of its tables."""
+        wanted = self._covers.get(cover.group)
+        return (
+            wanted is not None
+            and _meet(wanted.share, cover.share)
+            and _meet(wanted.columns, cover.columns)
+            and any(_meet(one, other) for one in wanted.tables for other in cover.tables)
+        )
+
+    @functools.cached_property
+    def _covers(self) -> dict[str, Cover]:
+        """Group to where its targets lie."""
+        return {
+            group.name: cover
+            for group in self._layout.groups
+            if (cover := self._cover(group)) is not None
+        }
+
+    def _cover(self, group: GroupEntry) -> Cover | None:
+        targets = [one for one in self.all if one.group == group.name]
+        spans = blocks.rows_of(one.rows for one in targets)
+        columns = [one.columns or (0, group.width) for one in targets]
+        return manifest.cover(group, self._layout.tables, spans, columns) if len(spans) else None
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The saves of one process since a start or a restore, and what it knows of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
+from deltackpt.policy import History
+from deltackpt.save.clocks import Clocks
+from deltackpt.state.touch_state import UNKNOWN
+
+#: Branches that were left by a restore and can be gone back to.
+_FORMER = 4
+
+
+@dataclasses.dataclass(kw_only=True)
+class Known:
+    """A save of this process: committed, or in flight.
+
+    ``settled`` is what no accumulator had marked rows of since, by reading; None where nothing is
+    known of the time before: rows may move that no TouchState marks.
+    """
+
+    info: SaveInfo
+    path: Path
+    clocks: Clocks
+    layout: Layout
+    settled: Clocks | None
+    #: How many saves of the lineage had been begun with it.
+    number: int = 0
+    total_bytes: int = 0
+    chain_length: int = 0
+    witness: Any = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Branch:
+    """The saves since a start or a restore."""
+
+    run: str
+    restores: int = 0
+    attempts: int = 0
+    #: How many saves of any branch had been begun when it was left.
+    left_after: int = 0
+    #: The newest save whose clocks are known and that deltas may all be taken against.
+    anchor: Known | None = None
+    previous: Known | None = None
+    in_flight: Known | None = None
+    #: The newest save that was begun, whatever became of it.
+    begun: Known | None = None
+    #: The anchor and the saves since, oldest first, where compaction may make one an anchor.
+    since: list[Known] = dataclasses.field(default_factory=list)
+    #: The save for which the compacted base stands that the anchor is.
+    base_id: SaveId | None = None
+    base_bytes: int = 0
+    delta_bytes: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def protected(self) -> frozenset[SaveId]:
+        """Possible parents, and what is in flight."""
+        known = (self.anchor, self.previous, self.in_flight)
+        ids = {entry.info.save_id for entry in known if entry is not None}
+        if self.in_flight is not None and self.in_flight.info.parent is not None:
+            ids.add(self.in_flight.info.parent.save_id)
+        return frozenset(ids)
+
+    @property
+    def history(self) -> History:
+        """What a policy decides from, once a save is committed."""
+        assert self.anchor is not None and self.previous is not None
+        return History(
+            base_bytes=self.base_bytes,
+            delta_bytes=tuple(self.delta_bytes),
+            chain_length=self.previous.chain_length,
+            chain_bytes=self.previous.total_bytes,
+            anchor_chain_length=self.anchor.chain_length,
+            anchor_chain_bytes=self.anchor.total_bytes,
+        )
+
+    def knows(self, clocks: Clocks) -> bool:
+        """Whether the newest save saw each of some TouchStates, as far as that can be said."""
+        if self.previous is None:
+            return False
+        return all(
+            reading.identity != UNKNOWN and self.previous.clocks.seen(reading) is not None
+            for reading in clocks.readings
+        )
+
+    def begin(
+        self,
+        kind: Kind,
+        save_id: SaveId,
+        step_dir: Path,
+        parent: Known | None,
+        clocks: Clocks,
+        layout: Layout,
+        number: int,
+    ) -> SaveInfo:
+        """Notes a save as in flight.
+
+        Args:
+          kind: base or delta.
+          save_id: its id.
+          step_dir: where it will stand once committed.
+          parent: of a delta.
+          clocks: of the TouchStates that it saw.
+          layout: the tables' layout.
+          number: how many saves were begun with it.
+        """
+        ref = None
+        if parent is not None:
+            ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
+        info = SaveInfo(save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0)
+        self.begun = self.in_flight = Known(
+            info=info,
+            path=step_dir,
+            clocks=clocks,
+            layout=layout,
+            settled=settled(clocks, self.begun),
+            number=number,
+            total_bytes=0 if parent is None else parent.total_bytes,
+            chain_length=0 if parent is None else parent.chain_length + 1,
+        )
+        return info
+
+    def make_base(self, save_id: SaveId) -> None:
+        """Makes a base of the delta in flight."""
+        known = self.in_flight
+        assert known is not None and known.info.save_id == save_id
+        known.info = dataclasses.replace(known.info, kind="base", parent=None)
+        known.total_bytes = known.chain_length = 0
+
+    def go_on_from(self, restored: Known, base_bytes: int) -> None:
+        """Begins with a restored save: the parent of what follows."""
+        self.previous = self.anchor = self.begun = restored
+        self.base_bytes = base_bytes
+        self.since = [restored]
+
+    def promote(self, head: Manifest, *, compacted: bool) -> None:
+        """Takes the save in flight for committed: the next one's parent.
+
+        Args:
+          head: its manifest, which speaks for all parts.
+          compacted: whether compaction may make an anchor of one of the saves.
+        """
+        known, self.in_flight = self.in_flight, None
+        assert known is not None
+        # The bytes of every process's part: all processes decide from the same figures.
+        known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
+        known.total_bytes += head.nbytes
+        self.previous = known
+        if known.info.kind == "base":
+            self.anchor, self.base_bytes, self.delta_bytes = known, known.info.nbytes, []
+            self.since, self.base_id = [], None
+        else:
+            self.delta_bytes.append(known.info.nbytes)
+        if compacted:
+            self.since.append(known)
+            if head.compacted is not None:
+                self._anchor_at(head.compacted)
+
+    def _anchor_at(self, base: BaseRef) -> None:
+        """Takes a save for which a compacted base stands as the anchor: its chain is no more."""
+        ids = [known.info.save_id for known in self.since]
+        if base.save_id not in ids or self.base_id == base.save_id:
+            return
+        self.since = self.since[ids.index(base.save_id) :]
+        anchor, *later = self.since
+        anchor.total_bytes, anchor.chain_length = base.nbytes, 0
+        descend = {base.save_id: anchor}
+        self.delta_bytes = []
+        for known in later:
+            parent = None if known.info.parent is None else descend.get(known.info.parent.save_id)
+            if parent is not None:
+                known.total_bytes = parent.total_bytes + known.info.nbytes
+                known.chain_length = parent.chain_length + 1
+                descend[known.info.save_id] = known
+                self.delta_bytes.append(known.info.nbytes)
+        self.anchor, self.base_bytes, self.base_id = anchor, base.nbytes, base.save_id
+
+
+class Former:
+    """Branches that restores have left, the newest last."""
+
+    def __init__(self) -> None:
+        """None was left yet."""
+        self._left: list[Branch] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def add(self, branch: Branch) -> None:
+        """Keeps a branch that has a save; of many the oldest goes, those without saves first."""
+        if branch.previous is not None:
+            self._left.append(branch)
+        if len(self._left) > _FORMER:
+            # Steps that were only looked at go first.
+            looked_at = [former for former in self._left if not former.attempts]
+            self._left.remove((looked_at or self._left)[0])
+
+    def take(self, clocks: Clocks) -> Branch | None:
+        """The newest branch that knows some TouchStates, which is no longer among these."""
+        for branch in reversed(self._left):
+            if branch.knows(clocks):
+                self._left.remove(branch)
+                return branch
+        return None
+
+
+def doubt(clocks: Clocks, parent: Known) -> str | None:
+    """Why the touched rows since a save do not follow from some TouchStates, None where they do."""
+    for reading in clocks.readings:
+        where = f"the TouchState at {reading.place}" if reading.place else "the TouchState given"
+        seen = parent.clocks.seen(reading)
+        if seen is None:
+            return (
+                f"{where} is not one that the save of step {parent.info.save_id.step} saw: it was "
+                "made anew, or is of another run"
+            )
+        if seen.clock > reading.clock:
+            return (
+                f"{where} is not the one that the parent saw: its clock {reading.clock} is before "
+                f"{seen.clock}, that of the save of step {parent.info.save_id.step}"
+            )
+    places = {reading.place for reading in clocks.readings}
+    identities = {reading.identity for reading in clocks.readings}
+    for known in parent.clocks.readings:
+        if known.place not in places and known.identity not in identities:
+            where = f"at {known.place}" if known.place else "given"
+            return (
+                f"the TouchState {where} that the save of step {parent.info.save_id.step} saw is "
+                "there no more"
+            )
+    if parent.settled is None:
+        return (
+            "an accumulator of gradients held rows from before its TouchState was made, and they "
+            "may have moved since without being marked"
+        )
+    return None
+
+
+def settled(clocks: Clocks, begun: Known | None) -> Clocks | None:
+    """The clocks since which rows may move after a save without being marked again.
+
+    ``optax.MultiSteps`` moves and resets all rows that it has gathered at the last step of a
+    window, whenever they were marked in it. So what a save in mid-window sees is settled only up to
+    a save of an earlier window, or of its start.
+
+    Args:
+      clocks: what the save sees.
+      begun: the save that was begun before it; None for the first.
+    """
+    if not clocks.gathers:
+        return clocks
+    if begun is None:
+        return None
+    before = begun.clocks if clocks.starts_in(begun.clocks) else begun.settled
+    if before is None:
+        return None
+    found = [before.seen(reading) for reading in clocks.readings]
+    if None in found:
+        return None
+    readings = tuple(
+        reading._replace(clock=min(reading.clock, seen.clock))
+        for reading, seen in zip(clocks.readings, found)
+        if seen is not None
+    )
+    return dataclasses.replace(clocks, readings=readings)

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process writes of dense leaves, in the layout of Orbax's PyTree handler.
+
+The layout is that of Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a
+shard cut its first axis that R divides into R chunks. The plan touches no disk and fetches no
+values; leaves that it does not cover are named by ``covered`` with the reason, and the whole item
+then goes through Orbax's own handler, on all processes alike, since the answer depends on nothing
+that differs between processes.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deltackpt.errors import UnsupportedLeaf
+from deltackpt.storage import ocdbt
+
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+#: Stored by TensorStore under their own names.
+_NAMED_DTYPES = frozenset(
+    {
+        "bfloat16",
+        "int4",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e4m3b11fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+    }
+)
+_EMPTY = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk that this process writes.
+
+    Attributes:
+      key: its key in the database.
+      source: an array that holds it.
+      window: where in the array.
+    """
+
+    key: str
+    source: Any
+    window: tuple[slice, ...]
+
+    def array(self) -> np.ndarray:
+        """Fetches it; on the CPU it may be memory of the source."""
+        return np.ascontiguousarray(np.asarray(self.source)[self.window])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one process writes.
+
+    Attributes:
+      process: its index.
+      names: all arrays of the item, of all processes.
+      described: ``.zarray`` keys and their bytes; on process 0 only.
+      chunks: in the order of the leaves.
+      files: further files of the item by relative path, text; ``_METADATA``, ``_sharding`` and
+        ``_strings.json`` on process 0 only.
+    """
+
+    process: int
+    names: tuple[str, ...]
+    described: dict[str, bytes]
+    chunks: tuple[Chunk, ...]
+    files: dict[str, str]
+
+    def values(self) -> Iterator[ocdbt.Value]:
+        """Everything for the database, chunks fetched as they are asked for."""
+        for key, data in self.described.items():
+            yield ocdbt.Value(key, data)
+        for chunk in self.chunks:
+            yield ocdbt.Value(chunk.key, chunk.array())
+
+    def write(self, item: Path) -> list[Path]:
+        """Writes this process's share below an existing directory.
+
+        Returns:
+          The files written and their directories, none of them forced to disk.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        written = ocdbt.write(item, self.process, list(self.values()))
+        for name, text in self.files.items():
+            path = item / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            written.append(path)
+        return written
+
+
+def checkpoint_metadata(items: tuple[str, ...], begun_ns: int, committed_ns: int) -> str:
+    """The text of the step's ``_CHECKPOINT_METADATA``, for items in this layout."""
+    return json.dumps(
+        {
+            "item_handlers": dict.fromkeys(items, _HANDLER),
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": begun_ns,
+            "commit_timestamp_nsecs": committed_ns,
+            "custom_metadata": {},
+        }
+    )
+
+
+def covered(leaf: Any) -> str | None:
+    """Why a leaf, or an empty container, is not written by us; None where it is."""
+    kind = type(leaf)
+    if kind in _EMPTY:
+        return None if leaf is None or not leaf else "is a container that is not empty"
+    if kind in (bool, float, str):
+        return None
+    if kind is int:
+        return None if -(1 << 63) <= leaf < 1 << 64 else "is an integer of more than 64 bits"
+    if isinstance(leaf, jax.Array):
+        return _covered_array(leaf)
+    if kind is np.ndarray:
+        if not leaf.size:
+            return "has no elements"
+        return None if _dtype(leaf.dtype) else f"has dtype {leaf.dtype}"
+    if isinstance(leaf, np.number):
+        plain = leaf.dtype.kind in "iuf" and leaf.dtype.itemsize <= 8
+        return None if plain else f"is a scalar of dtype {leaf.dtype}"
+    return f"is a {kind.__name__}"
+
+
+def plan(tree: Any, process: int = 0) -> Plan:
+    """Plans what a process writes of a tree.
+
+    Args:
+      tree: nested containers of leaves that are all ``covered``.
+      process: the index of this process.
+
+    Raises:
+      UnsupportedLeaf: a leaf is not covered, or two leaves would have one name.
+    """
+    paths: dict[str, tuple[Any, ...]] = {}
+    described: dict[str, bytes] = {}
+    chunks: list[Chunk] = []
+    tree_metadata, shardings, strings, extents = {}, {}, {}, []
+    names: list[str] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
+        keys = _keys(path)
+        name = ".".join(key for key, _ in keys)
+        where = jax.tree_util.keystr(path)
+        if problem := _unnameable(keys) or covered(leaf):
+            raise UnsupportedLeaf(
+                f"dense leaf {where}: {problem}, expected one that this writer covers; "
+                "write the item through Orbax's handler"
+            )
+        if name in paths:
+            raise UnsupportedLeaf(
+                f"dense leaves {jax.tree_util.keystr(paths[name])} and {where}: both would "
+                f"be stored as {name!r}, and one would be lost; rename one of them"
+            )
+        paths[name] = path
+        value: dict[str, Any] = {"value_type": _value_type(leaf), "skip_deserialize": False}
+        if type(leaf) in _EMPTY:
+            value["skip_deserialize"] = True
+        elif isinstance(leaf, str):
+            strings[name] = leaf
+        elif isinstance(leaf, jax.Array):
+            names.append(name)
+            implementation = None
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                implementation = {"random_key_impl": str(jax.random.key_impl(leaf))}
+                leaf = jax.random.key_data(leaf)
+            extent, axis = chunk_shape(leaf)
+            value["write_shape"] = list(extent)
+            described[f"{name}/{ocdbt.ZARRAY}"] = _described(leaf, extent)
+            shardings[base64.urlsafe_b64encode(name.encode()).decode()] = _sharding(leaf.sharding)
+            extents.append((name, extent, implementation))
+            chunks.extend(_chunks(name, leaf, extent, axis))
+        else:
+            names.append(name)
+            array = np.asarray(leaf)
+            described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
+            if process == 0:
+                chunks.append(Chunk(ocdbt.chunk_key(name, (0,) * array.ndim), array, ()))
+        tree_metadata[str(tuple(key for key, _ in keys))] = {
+            "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
+            "value_metadata": value,
+        }
+    if not paths:
+        raise UnsupportedLeaf(
+            "dense leaves: expected at least one, found none; write the item through "
+            "Orbax's handler"
+        )
+    files = {}
+    if extents:
+        files[f"array_metadatas/process_{process}"] = _array_metadatas(extents)
+    if process == 0:
+        files["_METADATA"] = _metadata(tree_metadata)
+        if shardings:
+            files["_sharding"] = json.dumps(shardings, separators=(",", ":"))
+        if strings:
+            files["_strings.json"] = json.dumps(strings, separators=(",", ":"))
+    return Plan(process, tuple(names), described if process == 0 else {}, tuple(chunks), files)
+
+
+def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
+    """The shape of an array's chunks, and the axis that replicas cut, None where they cut none.
+
+    It depends on the sharding alone, so that a process without a shard finds the same.
+    """
+    shard = array.sharding.shard_shape(array.shape)
+    shards = int(np.prod([n // s for n, s in zip(array.shape, shard, strict=True)], dtype=np.int64))
+    replicas = array.sharding.num_devices // shards
+    if replicas > 1:
+        for axis, size in enumerate(shard):
+            if size % replicas == 0:
+                return (*shard[:axis], size // replicas, *shard[axis + 1 :]), axis
+    return shard, None
+
+
+def _chunks(
+    name: str, array: jax.Array, extent: tuple[int, ...], axis: int | None
+) -> Iterator[Chunk]:
+    for shard in array.addressable_shards:
+        if axis is None and shard.replica_id:
+            continue
+        starts = [part.start or 0 for part in shard.index]
+        window: list[slice] = [slice(None)] * array.ndim
+        if axis is not None:
+            offset = shard.replica_id * extent[axis]
+            starts[axis] += offset
+            window[axis] = slice(offset, offset + extent[axis])
+        index = [start // size for start, size in zip(starts, extent, strict=True)]
+        yield Chunk(ocdbt.chunk_key(name, index), shard.data, tuple(window))
+
+
+def _covered_array(array: jax.Array) -> str | None:
+    if not array.size:
+        return "has no elements"
+    sharding = array.sharding
+    # Subclasses may mean something else.
+    if type(sharding) not in (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding):
+        return f"has a sharding of type {type(sharding).__name__}"
+    if sharding.memory_kind == "pinned_host":
+        return "lies in pinned memory of the host"
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.spec.unreduced:
+        return "is not reduced"
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return None
+    return None if _dtype(array.dtype) else f"has dtype {array.dtype}"
+
+
+def _dtype(dtype: Any) -> str | None:
+    """The name of a dtype in ``.zarray``; None where it is not covered."""
+    if not isinstance(dtype, np.dtype):
+        return None
+    if dtype.name in _NAMED_DTYPES:
+        return dtype.name
+    plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.str[0] in "<|"
+    return dtype.str if plain and np.dtype(dtype.name) == dtype else None
+
+
+def _described(array: Any, extent: tuple[int, ...]) -> bytes:
+    dtype = _dtype(array.dtype)
+    assert dtype is not None
+    return json.dumps(ocdbt.zarray(array.shape, extent, dtype), separators=(",", ":")).encode()
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or (type(node) in _EMPTY and not node)
+
+
+def _keys(path: tuple[Any, ...]) -> list[tuple[str, int]]:
+    """Keys with their types in Orbax's metadata: 1 in a sequence, 2 by name; 0 is not covered."""
+    found = []
+    for key in path:
+        if isinstance(key, jax.tree_util.SequenceKey):
+            found.append((str(key.idx), 1))
+        elif isinstance(key, jax.tree_util.DictKey):
+            found.append((str(key.key), 2))
+        elif isinstance(key, jax.tree_util.GetAttrKey):
+            found.append((key.name, 2))
+        else:
+            found.append((str(key), 0))
+    return found
+
+
+def _unnameable(keys: list[tuple[str, int]]) -> str | None:
+    if not keys:
+        return "stands alone, without a container"
+    for key, kind in keys:
+        if not kind:
+            return f"has a key of an unknown kind, {key!r}"
+        # "/" parts keys of the database and of JSON pointers, "~" escapes in the latter.
+        if not key or "/" in key or "~" in key:
+            return f"has the key {key!r}"
+    return None
+
+
+def _value_type(leaf: Any) -> str:
+    if type(leaf) in _EMPTY:
+        return _EMPTY[type(leaf)]
+    if isinstance(leaf, str):
+        return "string"
+    if isinstance(leaf, jax.Array):
+        return "jax.Array"
+    return "np.ndarray" if isinstance(leaf, np.ndarray) else "scalar"
+
+
+def _metadata(tree_metadata: dict[str, Any]) -> str:
+    return json.dumps(
+        {
+            "tree_metadata": tree_metadata,
+            "use_ocdbt": True,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+    )
+
+
+def _array_metadatas(extents: list[tuple[str, tuple[int, ...], Any]]) -> str:
+    return json.dumps(
+        {
+            "array_metadatas": [
+                {
+                    "array_metadata": {
+                        "param_name": name,
+                        "write_shape": list(extent),
+                        "chunk_shape": list(extent),
+                        "ext_metadata": further,
+                    }
+                }
+                for name, extent, further in extents
+            ]
+        }
+    )
+
+
+def _sharding(sharding: Any) -> str:
+    """A sharding as JSON text, from which Orbax restores without a template."""
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        device = str(next(iter(sharding.device_set)))
+        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": device})
+    mesh = sharding.mesh
+    return json.dumps(
+        {
+            "sharding_type": "NamedSharding",
+            "shape": list(mesh.shape.values()),
+            "axis_names": list(mesh.axis_names),
+            "axis_types": [str(kind) for kind in mesh.axis_types],
+            "partition_spec": tuple(sharding.spec),
+            "device_mesh": {"mesh": _device_ids(mesh.devices.tolist())},
+        }
+    )
+
+
+def _device_ids(devices: Any) -> Any:
+    if isinstance(devices, list):
+        return [_device_ids(part) for part in devices]
+    return {"id": devices.id}

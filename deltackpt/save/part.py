@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process's part of a trainer's save: its segments, then digests and manifest.
+
+``write_segments`` is all that reads what was taken of the training state; ``finish`` meets the
+other processes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from deltackpt.codecs import Codec
+from deltackpt.format import blocks, manifest
+from deltackpt.format.manifest import GroupEntry, Layout, Manifest
+from deltackpt.policy import Choice, CodecChoice
+from deltackpt.save import fields
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.fields import Field
+from deltackpt.save.lineage import Intent, Lineage
+from deltackpt.save.pieces import BusyClock, Piece
+from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.save.selection import Owned
+from deltackpt.save.taken import TakenRows
+from deltackpt.storage import parts
+from deltackpt.storage.parts import ArrayPlace, Share, StoredSegment, WrittenPart
+
+_WRITERS = 2
+_ENCODERS = 2
+#: Group name to field name to the codec that a save tries first.
+Plans = Mapping[str, Mapping[str, Choice]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PartPlan:
+    """What a process writes of a save: decided before training goes on, without its arrays.
+
+    Attributes:
+      intent: what the save is.
+      layout: tables and groups.
+      choices: group name to field name to the user's codec.
+      plans: the codecs that this save tries first.
+      owned: what the process writes in a base.
+      shared_stamps: checksums of what other processes must have found alike: ``Stamps.shared``.
+      lineage: knows of compacted bases; None without any.
+      fsync: whether every file is on disk before the part counts as written.
+      digests: digest files that the commit promises; see ``Manifest.digests``.
+    """
+
+    intent: Intent
+    layout: Layout
+    choices: Mapping[str, Mapping[str, CodecChoice]]
+    plans: Plans
+    owned: Owned
+    shared_stamps: Mapping[str, int]
+    lineage: Lineage | None
+    fsync: bool
+    digests: tuple[str, ...]
+
+
+def write_segments(
+    plan: PartPlan, item_dir: Path, process: int, rows: TakenRows, encoding: BusyClock
+) -> list[StoredSegment]:
+    """Writes the arrays of all rows that were taken; the rows have landed.
+
+    Args:
+      plan: what is written.
+      item_dir: of the item, in the step's temporary directory.
+      process: index of this process.
+      rows: what was taken.
+      encoding: counts the time that is spent on the rows, apart from that for writing them.
+
+    Raises:
+      ErrorBudgetExceeded: a codec would exceed the user's bound, who refuses wider ones.
+      StorageError: the store refused.
+    """
+    groups = {group.name: group for group in plan.layout.groups}
+    with (
+        concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool,
+        concurrent.futures.ThreadPoolExecutor(_ENCODERS, "deltackpt-encode") as encoders,
+    ):
+        started = []
+        for number, source in enumerate(rows.segments):
+            place = ArrayPlace(item_dir, process, f"{source.group}.{number}", plan.fsync)
+            row_numbers = pool.submit(parts.write_rows, place, source.rows)
+            stored = [
+                pool.submit(
+                    fields.write_field,
+                    place,
+                    field,
+                    functools.partial(_pieces, rows, encoding, number, field.name),
+                    encoders,
+                )
+                for field in _fields(plan, groups[source.group], source)
+            ]
+            started.append((place, source, row_numbers, stored))
+        return [
+            parts.stored_segment(
+                place,
+                source.group,
+                source.columns,
+                source.rows,
+                row_numbers.result(),
+                [future.result() for future in stored],
+            )
+            for place, source, row_numbers, stored in started
+        ]
+
+
+def _pieces(
+    rows: TakenRows, encoding: BusyClock, number: int, field: str, codec: Codec
+) -> Iterator[Piece]:
+    """Rows of a field in pieces; the work on them is timed."""
+    return encoding.over(rows.pieces(number, field, codec))
+
+
+def _fields(plan: PartPlan, group: GroupEntry, source: SegmentSource) -> list[Field]:
+    bounds = parts.table_bounds(group, plan.layout, source.rows)
+    tables = [table.name for table in manifest.members(group, plan.layout.tables)]
+    return [
+        Field(
+            name=name,
+            trailing=held.trailing,
+            dtype=held.dtype,
+            tables=tables,
+            bounds=bounds,
+            choice=plan.choices[group.name][name],
+            planned=plan.plans[group.name][name],
+        )
+        for name, held in source.fields.items()
+    ]
+
+
+def finish(
+    plan: PartPlan, item_dir: Path, segments: Sequence[StoredSegment], others: Rendezvous
+) -> WrittenPart:
+    """Digests, then the manifest, in step with the other processes.
+
+    Process 0 waits for the parts of the others before it writes its manifest; without our own
+    commit the others wait for that.
+
+    Args:
+      plan: what is written.
+      item_dir: of the item, in the step's temporary directory.
+      segments: all of the part.
+      others: where the processes meet.
+
+    Raises:
+      StorageError: the store refused.
+      ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
+    """
+    several = others.count > 1
+    written = parts.finish(
+        item_dir,
+        _head(plan, others),
+        segments,
+        fsync=plan.fsync,
+        share=_share(plan, segments) if several else None,
+        index=functools.partial(others.collect, item_dir) if several else None,
+    )
+    if others.process > 0 and "step" not in plan.digests:
+        # Under our own commit that is waited for instead.
+        others.await_index(item_dir)
+    return written
+
+
+def _head(plan: PartPlan, others: Rendezvous) -> Manifest:
+    """What the manifest says before anything is known of the files."""
+    intent, layout = plan.intent, plan.layout
+    compacted = None
+    if plan.lineage is not None and others.process == 0:
+        # What process 0 tells the others of compaction.
+        compacted = plan.lineage.newest_compacted()
+    return Manifest(
+        kind=intent.kind,
+        save_id=intent.save_id,
+        parent=intent.parent,
+        reason=intent.reason,
+        process=others.process,
+        process_count=others.count,
+        groups=_planned_groups(plan),
+        tables=layout.tables,
+        segments=(),
+        dense=layout.dense,
+        tracking_paths=layout.tracking_paths,
+        digests=plan.digests,
+        restores=intent.restores,
+        compacted=compacted,
+    )
+
+
+def _share(plan: PartPlan, segments: Sequence[StoredSegment]) -> Share:
+    held = {segment.record.group for segment in segments}
+    return Share(
+        owned_cells=plan.owned.cells,
+        covers=tuple(plan.owned.cover(group) for group in plan.layout.groups if group.name in held),
+        shared_stamps=plan.shared_stamps,
+    )
+
+
+def _planned_groups(plan: PartPlan) -> tuple[GroupEntry, ...]:
+    """The groups with the codecs that the save planned."""
+    return tuple(
+        dataclasses.replace(
+            group,
+            fields=tuple(
+                dataclasses.replace(spec, codec=plan.plans[group.name][spec.name].codec)
+                for spec in group.fields
+            ),
+        )
+        for group in plan.layout.groups
+    )
+
+
+def table_rows(segments: Iterable[StoredSegment]) -> int:
+    """Rows of tables in a part; those of several column ranges count once."""
+    held = [found.record for found in segments if blocks.VALUES in found.record.fields]
+    first = {
+        segment.group: min(other.columns[0] for other in held if other.group == segment.group)
+        for segment in held
+    }
+    return sum(segment.count for segment in held if segment.columns[0] == first[segment.group])

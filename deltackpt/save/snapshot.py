@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocking half of a save: what it is, which rows it holds, and taking these.
+
+The lineage decides between base and delta, the stamps say which rows were touched, the sampled
+proof looks at a few others, and the rows are copied or held. All of it is dispatched before the
+training thread goes on: later steps may donate the tables.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deltackpt import codecs, processes
+from deltackpt.codecs import Codec
+from deltackpt.errors import OutOfSpace
+from deltackpt.format import manifest
+from deltackpt.policy import Choice, too_large
+from deltackpt.resources.staging import Staging
+from deltackpt.save import proof
+from deltackpt.save.clocks import Clocks, Reading
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.flight import Embeddings, PendingSave
+from deltackpt.save.lineage import Intent, Lineage
+from deltackpt.save.part import PartPlan, Plans
+from deltackpt.save.selection import Sources
+from deltackpt.save.taken import CopiedRows, HeldRows
+from deltackpt.state.marks import match_marks
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks
+from deltackpt.storage import files
+
+
+def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
+    """Takes what a save needs from the training state.
+
+    The caller must ``wait_copied()`` before training goes on. Where the sampled proof finds the
+    touched rows wrong, one process saves a base at once; several fail in the background, before the
+    commit.
+
+    Args:
+      embeddings: the state, its touched rows and its lineage.
+      step: the training step.
+      step_dir: where the step will stand once it is committed.
+
+    Raises:
+      TrackingError: a TouchState does not fit the tables.
+      OutOfSpace: the store has too little room for the save.
+    """
+    started = time.perf_counter()
+    split, marks = embeddings.split, embeddings.marks
+    lineage = embeddings.lineage or Lineage.unprotected()
+    staging = embeddings.staging or Staging(embeddings.options.staging_bytes)
+    stamps = match_marks(marks, split.layout) if marks else {}
+    intent = lineage.begin(
+        step,
+        step_dir,
+        clocks=clocks_of(split, marks),
+        layout=split.layout,
+        force_base=embeddings.force_base,
+    )
+    faults, shared_stamps = None, {}
+    try:
+        sources = Sources(split.layout, split.fields, stamps, staging)
+        if since := intent.since or intent.recent:
+            sources.stamps.look(since)
+        if embeddings.options.sampled_proof and marks and embeddings.lineage is not None:
+            found = proof.take(sources, intent)
+            lineage.witnessed(intent.save_id, found.witness)
+            faults = found.text if found.faults else None
+        if intent.kind == "delta" and processes.count() > 1:
+            shared_stamps = sources.stamps.shared(intent.since)
+        elif intent.kind == "delta" and faults is not None:
+            intent = lineage.as_base(intent, faults)
+        segments = sources.segments(whole=intent.kind == "base")
+        if intent.kind == "delta" and processes.count() == 1:
+            ahead = _expected_bytes(split, segments, intent)
+            if (reason := too_large(lineage.policy, *ahead)) is not None:
+                intent = lineage.as_base(intent, reason)
+                segments = sources.segments(whole=True)
+        plans = _planned(split, intent)
+        nbytes = sum(segment.nbytes for segment in segments)
+        require_room(step_dir.parent, nbytes, step)
+        if intent.kind == "delta" and staging.fits(nbytes):
+            rows = CopiedRows(segments, lambda group: _codecs_of(plans[group]), staging)
+        else:
+            rows = HeldRows(segments)
+    except BaseException:
+        lineage.failed(intent.save_id)
+        raise
+    plan = PartPlan(
+        intent=intent,
+        layout=split.layout,
+        choices=split.codecs,
+        plans=plans,
+        owned=sources.owned,
+        shared_stamps=shared_stamps,
+        lineage=embeddings.lineage,
+        fsync=embeddings.options.fsync,
+        digests=embeddings.options.digests,
+    )
+    return PendingSave(
+        plan,
+        rows,
+        faults=faults,
+        extract_secs=time.perf_counter() - started,
+        processes_secs=embeddings.options.processes_secs,
+    )
+
+
+def _planned(split: Split, intent: Intent) -> Plans:
+    return {
+        group: {
+            field: choice.planned(intent.kind, restores=intent.restores)
+            for field, choice in choices.items()
+        }
+        for group, choices in split.codecs.items()
+    }
+
+
+def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:
+    """What a save sees of tracking, in numbers; waits for the step that computes them.
+
+    Args:
+      split: the state.
+      marks: its TouchStates, and a given one.
+    """
+    readings = (Reading(place, int(state.identity), int(state.clock)) for place, state in marks)
+    windows = ((int(updates), int(gathered)) for updates, gathered in split.windows)
+    return Clocks(readings=tuple(readings), windows=tuple(windows))
+
+
+def _expected_bytes(
+    split: Split, segments: Sequence[SegmentSource], intent: Intent
+) -> tuple[int, int]:
+    """Bytes that a delta of some segments, and a base, would write before any compression."""
+    delta_bytes = base_bytes = 0
+    for group in split.layout.groups:
+        for spec in group.fields:
+            choice, dtype = split.codecs[group.name][spec.name], codecs.dtype_of(spec.dtype)
+            row_bytes = {}
+            for kind in ("delta", "base"):
+                codec = codecs.get(choice.planned(kind, restores=intent.restores).codec)
+                arrays_of = codec.stored(spec.trailing, dtype).values()
+                row_bytes[kind] = sum(math.prod(a.trailing) * a.dtype.itemsize for a in arrays_of)
+            held = [s for s in segments if s.group == group.name and spec.name in s.fields]
+            # Segments of other columns hold the same rows.
+            cells = sum(len(s.rows) * math.prod(s.fields[spec.name].trailing[:1]) for s in held)
+            delta_bytes += cells * row_bytes["delta"] // manifest.width(spec.trailing)
+            base_bytes += group.rows * row_bytes["base"]
+    return delta_bytes, base_bytes
+
+
+def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
+    return {field: codecs.get(choice.codec) for field, choice in plan.items()}
+
+
+def require_room(root: Path, nbytes: int, step: int) -> None:
+    """Checks that a file system has room.
+
+    Raises:
+      OutOfSpace: it has not.
+    """
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = files.free_bytes(existing)
+    if free < nbytes:
+        raise OutOfSpace(
+            f"step {step} in {root}: expected room for {nbytes:,} bytes, found {free:,} free; "
+            "free space or keep fewer steps, then save again: no touched row is lost"
+        )

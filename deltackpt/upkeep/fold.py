@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folds the rows of one part of a plan from their chain into the files of a base.
+
+A worker's share of the memory is spent on row numbers of the deltas, what is read and decoded on
+the way, chunks that are being written, and, with the rest, the window of rows that is being merged:
+the larger it is, the fewer chunks of compressed deltas are read twice. Rows of a part are taken
+in *stretches* whose row numbers fit, so that these are decoded once per part, and a stretch in
+windows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import OptionError
+from deltackpt.format import manifest, names
+from deltackpt.format.blocks import Span
+from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
+from deltackpt.reading import reader, saves
+from deltackpt.reading.merge import Target
+from deltackpt.reading.reader import Progress, Targets
+from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.resources import memory
+from deltackpt.resources.staging import Staging
+from deltackpt.storage import arrays, digests, files, parts
+from deltackpt.storage.parts import (
+    ArrayPlace,
+    Share,
+    StoredArrays,
+    StoredField,
+    StoredSegment,
+    WrittenPart,
+)
+from deltackpt.upkeep.plan import Plan, chain, field_bytes, row_bytes, standing
+from deltackpt.upkeep.row_numbers import RowNumbers
+
+#: Least memory of a worker besides that for compressed chunks: smaller windows would crawl.
+_LEAST_BYTES = 8 << 20
+#: A compressed chunk is read as a whole, by TensorStore: its bytes, decoded, in order, copied.
+_COPIES_OF_COMPRESSED = 4
+#: A chunk that is being written: held, copied by TensorStore, encoded.
+_COPIES_WRITTEN = 3
+#: A piece of a delta that is merged: as stored, decoded, and on the way between them.
+_COPIES_READ = 4
+#: Of the memory that is given, what is spent on purpose: the C library keeps some of what is freed.
+_SPENT = 2 / 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folded:
+    """What folding a part read and wrote; nothing was read where the part was there already."""
+
+    bytes_read: int
+    bytes_written: int
+
+
+def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | None = None) -> Folded:
+    """Writes one part of the new base; what it wrote is on disk when it returns.
+
+    Idempotent: it may be called again, in another process too and at the same time, and whoever is
+    done first has written the part.
+
+    Args:
+      plan: of ``plan``.
+      number: of the part.
+      memory_bytes: most memory that it takes.
+      progress: called with the part's bytes folded and bytes in all.
+
+    Raises:
+      StepGone: the step was removed.
+      Damaged, BrokenChain: the chain is not intact.
+      OptionError: the memory does not suffice.
+      OutOfSpace, StorageError: the store refused.
+    """
+    done = ready(plan, number)
+    if done is not None:
+        return Folded(bytes_read=0, bytes_written=done.nbytes)
+    with standing(plan):
+        held = chain(plan)
+    attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
+    try:
+        with files.typed_errors(attempt, "make a directory"):
+            attempt.mkdir(parents=True)
+            plan.item_dir.mkdir(exist_ok=True)
+        work = _Fold(plan, number, held, attempt, memory_bytes, progress)
+        with standing(plan), saves.standing_chain(held):
+            written = work.run()
+        _move(attempt, plan.item_dir, number)
+    finally:
+        files.remove_tree(attempt)
+    return Folded(bytes_read=work.bytes_read, bytes_written=written.nbytes)
+
+
+def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
+    """The least memory of a worker that folds rows of a chain, whichever rows these are."""
+    return _least(_compressed_bytes(chain))
+
+
+def _least(compressed_bytes: int) -> int:
+    return math.ceil((_LEAST_BYTES + compressed_bytes) / _SPENT)
+
+
+def ready(plan: Plan, number: int) -> WrittenPart | None:
+    """A part that was folded; None where it was not."""
+    path = plan.item_dir / names.manifest_name(number)
+    if not path.is_file():
+        return None
+    data = files.read_bytes(path)
+    record = manifest.from_bytes(data, name=files.object_name(path))
+    held = digests.read_item_digests(plan.item_dir, record)
+    nbytes = len(data) + (plan.item_dir / names.digests_name(number)).stat().st_size
+    nbytes += sum(length for length, _, _ in held.files.values())
+    return WrittenPart(dataclasses.replace(record, parts=()), nbytes, google_crc32c.value(data))
+
+
+def _move(attempt: Path, item_dir: Path, number: int) -> None:
+    """Moves a part to the others, its manifest last."""
+    part = names.part_dir(attempt, number)
+    with files.typed_errors(item_dir, "be written"):
+        if part.is_dir():
+            try:
+                os.rename(part, names.part_dir(item_dir, number))
+            except OSError as error:
+                # Another attempt at the same part has come so far: its bytes are the same.
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+        for name in (names.digests_name(number), names.manifest_name(number)):
+            files.fsync_path(item_dir)
+            os.replace(attempt / name, item_dir / name)
+        files.fsync_path(item_dir)
+
+
+class _Budget(NamedTuple):
+    """How a worker spends its memory; see the module.
+
+    Attributes:
+      row_numbers: most row numbers of deltas at a time.
+      window_bytes: rows that are merged at a time.
+      chunk_bytes: a chunk that is written.
+    """
+
+    row_numbers: int
+    window_bytes: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, memory_bytes: int, fields: int) -> _Budget:
+        """The shares of a memory that is left for rows; each of the fields holds a chunk."""
+        row_numbers_bytes = memory_bytes // 4
+        piece_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 16)
+        chunk_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 4 // (fields + _COPIES_WRITTEN))
+        spent = row_numbers_bytes + _COPIES_READ * piece_bytes
+        spent += (fields + _COPIES_WRITTEN) * chunk_bytes
+        return cls(row_numbers_bytes // 8, memory_bytes - spent, chunk_bytes)
+
+
+class _Fold:
+    """One part on its way from a chain to the files of a base."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        number: int,
+        chain: Sequence[StoredSave],
+        item_dir: Path,
+        memory_bytes: int,
+        progress: Progress | None,
+    ):
+        self.bytes_read = 0
+        self._plan = plan
+        self._number = number
+        self._saves = chain
+        self._item_dir = item_dir
+        self._memory_bytes = memory_bytes
+        self._progress = progress
+        self._done = 0
+        self._target = chain[-1]
+        self._layout = self._target.layout
+        self._groups = _planned_groups(chain)
+
+    def run(self) -> WrittenPart:
+        """Writes arrays, digests, then the manifest."""
+        segments = [
+            self._fold_span(
+                ArrayPlace(self._item_dir, self._number, f"{name}.{number}", fsync=True),
+                self._groups[name],
+                span,
+            )
+            for number, (name, span) in enumerate(self._plan.parts[self._number])
+        ]
+        several = len(self._plan.parts) > 1
+        return parts.finish(
+            self._item_dir,
+            self._head(),
+            segments,
+            fsync=True,
+            share=self._share() if several else None,
+        )
+
+    def _fold_span(self, place: ArrayPlace, group: GroupEntry, span: Span) -> StoredSegment:
+        """Writes one segment."""
+        window = _Windows(self._layout, group, span)
+        compressed_bytes = _compressed_bytes(self._saves, window.all)
+        memory_bytes = int(self._memory_bytes * _SPENT) - compressed_bytes
+        if memory_bytes < _LEAST_BYTES - 1:
+            least = _least(compressed_bytes)
+            raise OptionError(
+                f"memory_bytes: expected at least {least:,} to fold rows of {group.name}, found "
+                f"{self._memory_bytes:,}; give it more, or use fewer workers"
+            )
+        budget = _Budget.of(memory_bytes, len(group.fields))
+        writers = {spec.name: _FieldWriter(place, spec, span, budget) for spec in group.fields}
+        numbers = RowNumbers()
+        scratch = Staging(2 * arrays.CHUNK_BYTES)
+        rows = {
+            spec.name: min(max(1, budget.window_bytes // field_bytes(spec)), span[1] - span[0])
+            for spec in group.fields
+        }
+        nbytes = max(rows[spec.name] * field_bytes(spec) for spec in group.fields)
+        buffer = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
+        for stretch in self._stretches(window, budget):
+            numbers.move(stretch)
+            for spec in group.fields:
+                for start in range(*stretch, rows[spec.name]):
+                    part = (start, min(start + rows[spec.name], stretch[1]))
+                    held = _rows_view(buffer, spec, part)
+                    self._merge(window.targets(spec, part, held), numbers, scratch)
+                    writers[spec.name].write(held)
+                    memory.trim_memory()
+                    self._note(held.nbytes)
+        bounds = parts.table_bounds(group, self._layout, range(*span))
+        return parts.stored_segment(
+            place,
+            group.name,
+            (0, group.width),
+            range(*span),
+            StoredArrays((), {}),
+            [writers[spec.name].finish(bounds) for spec in group.fields],
+        )
+
+    def _merge(self, targets: Targets, numbers: RowNumbers, scratch: Staging) -> None:
+        def read(chain: Sequence[StoredSave]) -> int:
+            found = reader.fill(chain, targets, numbers=numbers.rows, scratch=scratch, readers=1)
+            self._saves = chain
+            return found
+
+        self.bytes_read += saves.read_whole(self._saves, read)
+
+    def _note(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            total = sum(
+                (span[1] - span[0]) * row_bytes(self._groups[name])
+                for name, span in self._plan.parts[self._number]
+            )
+            self._progress(self._done, total)
+
+    def _stretches(self, window: _Windows, budget: _Budget) -> Iterator[Span]:
+        """Rows whose row numbers in all deltas fit, whichever rows these are."""
+        counts = [
+            segment.count for _, segment in _segments(self._saves, window.all) if not segment.ranges
+        ]
+        first, last = window.span
+        rows = last - first
+        while rows > 1 and sum(min(count, rows) for count in counts) > budget.row_numbers:
+            rows = -(-rows // 2)
+        for start in range(first, last, rows):
+            yield start, min(start + rows, last)
+
+    def _head(self) -> Manifest:
+        """The manifest, but for what was written."""
+        deltas = self._plan.deltas
+        return Manifest(
+            kind="base",
+            save_id=self._plan.save_id,
+            parent=None,
+            reason=f"base: compacted from {deltas} delta{'' if deltas == 1 else 's'}",
+            process=self._number,
+            process_count=len(self._plan.parts),
+            groups=tuple(self._groups.values()),
+            tables=self._layout.tables,
+            segments=(),
+            dense=self._layout.dense,
+            tracking_paths=self._layout.tracking_paths,
+            restores=self._target.head.restores,
+        )
+
+    def _share(self) -> Share:
+        """What the part says beside the others."""
+        spans = self._plan.parts[self._number]
+        return Share(
+            owned_cells={
+                name: (span[1] - span[0]) * _row_cells(self._groups[name]) for name, span in spans
+            },
+            covers=tuple(
+                manifest.cover(
+                    self._groups[name],
+                    self._layout.tables,
+                    range(*span),
+                    [(0, self._groups[name].width)],
+                )
+                for name, span in spans
+            ),
+        )
+
+
+class _Windows:
+    """What is wanted of a chain for some rows of a group."""
+
+    def __init__(self, target: manifest.Layout, group: GroupEntry, span: Span):
+        self.span = span
+        self._layout = target
+        self._group = group
+        nothing = np.empty(0, np.uint8)
+        #: Of all fields, to ask which parts and segments there are.
+        self.all = Targets([self._one(spec, span, nothing) for spec in group.fields], target)
+
+    def targets(self, spec: FieldSpec, span: Span, buffer: np.ndarray) -> Targets:
+        """Of one field, into a buffer."""
+        return Targets([self._one(spec, span, buffer)], self._layout)
+
+    def _one(self, spec: FieldSpec, span: Span, buffer: np.ndarray) -> Target:
+        columns = self._group.columns(spec)
+        return Target(self._group.name, spec.name, span, columns, buffer)
+
+
+class _FieldWriter:
+    """The stored array of one field of a segment."""
+
+    def __init__(self, place: ArrayPlace, spec: FieldSpec, span: Span, budget: _Budget):
+        codec = codecs.get(spec.codec)
+        assert codecs.is_lossless(codec)
+        self._place = place
+        self._spec = spec
+        self._codec = codec
+        (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
+        count = span[1] - span[0]
+        # Equal chunks: a last one that is cut short would still be stored at full length.
+        chunks = max(1, -(-count * field_bytes(spec) // budget.chunk_bytes))
+        self._entry = arrays.array_entry(
+            spec.name,
+            (count, *array.trailing),
+            array.dtype,
+            byte_planes=array.byte_planes,
+            chunk_rows=max(1, -(-count // chunks)),
+        )
+        self._writer = arrays.ArrayWriter(
+            place.directory(spec.name), self._entry, fsync=True, in_flight=1
+        )
+
+    def write(self, rows: np.ndarray) -> None:
+        """Appends rows."""
+        self._writer.write(self._codec.stored_view(rows))
+
+    def finish(self, bounds: np.ndarray) -> StoredField:
+        """Waits until everything is written; ``bounds`` are those of ``parts.stored_field``."""
+        spec = self._spec
+        return parts.stored_field(
+            self._place,
+            spec.name,
+            self._place.stored(self._entry, self._writer.finish()),
+            codec=spec.codec,
+            reason=f"{spec.codec}: compacted, not encoded again",
+            bounds=bounds,
+        )
+
+
+def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
+    """Groups by name, with the codecs of the new base: lossless where that of the base was."""
+    kept = {
+        (group.name, spec.name)
+        for group in chain[0].head.groups
+        for spec in group.fields
+        if spec.codec == "lossless" and codecs.dtype_of(spec.dtype).itemsize > 1
+    }
+    return {
+        group.name: dataclasses.replace(
+            group,
+            fields=tuple(
+                dataclasses.replace(spec, codec="lossless")
+                if (group.name, spec.name) in kept
+                else spec
+                for spec in group.fields
+            ),
+        )
+        for group in chain[-1].layout.groups
+    }
+
+
+def _segments(
+    chain: Sequence[StoredSave], targets: Targets | None = None
+) -> Iterator[tuple[StoredPart, Segment]]:
+    """The segments of a chain that have something that is wanted; all by default."""
+    for save in chain:
+        for part in save.parts(None if targets is None else targets.touch):
+            for segment in part.record.segments:
+                rows = part.groups[segment.group].rows
+                if targets is None or targets.want(segment, (0, rows)):
+                    yield part, segment
+
+
+def _compressed_bytes(chain: Sequence[StoredSave], targets: Targets | None = None) -> int:
+    """Memory for reading the largest compressed chunk of a chain."""
+    chunks = (
+        entry.nbytes * min(1.0, entry.chunk_rows / max(1, entry.shape[0]))
+        for _, segment in _segments(chain, targets)
+        for entry in segment.arrays
+        if entry.compressed
+    )
+    return _COPIES_OF_COMPRESSED * math.ceil(max(chunks, default=0))
+
+
+def _row_cells(group: GroupEntry) -> int:
+    return sum(manifest.width(spec.trailing) for spec in group.fields)
+
+
+def _rows_view(buffer: np.ndarray, spec: FieldSpec, span: Span) -> np.ndarray:
+    """The beginning of a buffer as rows of a field."""
+    dtype, shape = codecs.dtype_of(spec.dtype), (span[1] - span[0], *spec.trailing)
+    return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)

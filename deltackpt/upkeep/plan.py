@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compaction will do: which rows of a step's tables make up which part of the new base.
+
+A plan is a pure description, which any process can follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltackpt import codecs
+from deltackpt.errors import StepNotFound
+from deltackpt.format import names
+from deltackpt.format.blocks import Span
+from deltackpt.format.manifest import FieldSpec, GroupEntry, SaveId
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import saves
+from deltackpt.reading.saves import StoredSave
+
+#: A part is a few seconds of work: what a worker that is lost has to do again.
+_PART_BYTES = 4 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a compaction will do.
+
+    Attributes:
+      directory: root of the steps.
+      item: name of our item in them.
+      step: the step that is folded.
+      save_id: its save id, which the base will bear.
+      temporary: name of the temporary directory below ``compacted/``.
+      parts: of each part its spans of virtual rows, by group.
+      nbytes: bytes of all rows of all fields, unencoded.
+      deltas: how many deltas are folded.
+    """
+
+    directory: Path
+    item: str
+    step: int
+    save_id: SaveId
+    temporary: str
+    parts: tuple[tuple[tuple[str, Span], ...], ...]
+    nbytes: int
+    deltas: int
+
+    @property
+    def step_dir(self) -> Path:
+        """Directory of the step."""
+        return self.directory / str(self.step)
+
+    @property
+    def workspace(self) -> Path:
+        """The temporary directory."""
+        return self.directory / names.COMPACTED / self.temporary
+
+    @property
+    def item_dir(self) -> Path:
+        """Where the base is put together."""
+        return self.workspace / self.item
+
+
+def plan(
+    directory: Path, *, item: str = names.EMBEDDINGS_ITEM, step: int | None = None, parts: int = 1
+) -> Plan | None:
+    """Divides the rows of a step's tables into parts of nearly equal bytes.
+
+    Args:
+      directory: root of the steps.
+      item: name of our item in them.
+      step: the step; the newest by default.
+      parts: how many parts, or a multiple of it where they would be larger than some GiB.
+
+    Returns:
+      The plan; None where the step is a base alone, compacted or not.
+
+    Raises:
+      StepNotFound: there is no such step.
+      RestoreError: what else is wrong with its chain.
+    """
+    if step is None:
+        step = Root.open(directory, item=item, read_only=True).newest_step()
+        if step is None:
+            raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
+    step_dir = directory / str(step)
+    with saves.standing(step_dir, during="compacted", instead="compact"):
+        found = saves.read_chain(step_dir, item)
+    if len(found) == 1:
+        return None
+    groups = found[-1].layout.groups
+    nbytes = sum(group.rows * row_bytes(group) for group in groups)
+    count = parts * max(1, math.ceil(nbytes / (parts * _PART_BYTES)))
+    return Plan(
+        directory=directory,
+        item=item,
+        step=step,
+        save_id=found[-1].info.save_id,
+        temporary=names.compaction_name(step_dir.name),
+        parts=_divided(groups, nbytes, count),
+        nbytes=nbytes,
+        deltas=len(found) - 1,
+    )
+
+
+def chain(plan: Plan) -> tuple[StoredSave, ...]:
+    """The chain that is folded, as it stands now."""
+    found = saves.read_chain(plan.step_dir, plan.item)
+    if found[-1].info.save_id != plan.save_id:
+        raise saves.gone(plan.step_dir, during="compacted", instead="compact")
+    return found
+
+
+def standing(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    """Within, what fails since the step is no more what was planned for is ``StepGone``."""
+    return saves.standing(
+        plan.step_dir,
+        stands=lambda: saves.stands(plan.step_dir, plan.save_id, plan.item),
+        during="compacted",
+        instead="compact",
+    )
+
+
+def _divided(
+    groups: Sequence[GroupEntry], nbytes: int, count: int
+) -> tuple[tuple[tuple[str, Span], ...], ...]:
+    """All rows, cut into parts of nearly equal bytes; without parts that hold nothing."""
+    starts = [0, *itertools.accumulate(group.rows * row_bytes(group) for group in groups)]
+
+    def row(group: GroupEntry, start: int, at: int) -> int:
+        return min(max(0, at - start) // row_bytes(group), group.rows)
+
+    parts = []
+    for number in range(count):
+        low, high = number * nbytes // count, (number + 1) * nbytes // count
+        spans = (
+            (group.name, (row(group, start, low), row(group, start, high)))
+            for group, start in zip(groups, starts, strict=False)
+        )
+        parts.append(tuple((name, span) for name, span in spans if span[0] < span[1]))
+    return tuple(part for part in parts if part) or ((),)
+
+
+def field_bytes(spec: FieldSpec) -> int:
+    """Bytes of one row of a field, unencoded; 1 where it has none."""
+    return max(1, math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize)
+
+
+def row_bytes(group: GroupEntry) -> int:
+    """Bytes of one row of all fields of a group, unencoded."""
+    return sum(field_bytes(spec) for spec in group.fields)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our writer of dense leaves against stock Orbax: the same keys, bytes, metadata and restores."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1
+
+from deltackpt.errors import Disagreement, UnsupportedLeaf
+from deltackpt.save import dense_layout
+from deltackpt.storage import ocdbt
+
+_FILES = ("_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0")
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@struct.dataclass
+class State:
+    """A state as flax makes them."""
+
+    step: jax.Array
+    params: Any
+
+
+def _put(array: Any, *spec: Any) -> jax.Array:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _sharded() -> dict[str, Any]:
+    rows = jnp.arange(16.0).reshape(8, 2)
+    return {
+        "replicated": _put(rows),
+        "partly": _put(rows, "x"),
+        "split": _put(rows, "x", "y"),
+        "one_axis": _put(rows, ("x", "y")),
+        "odd": _put(jnp.arange(15.0).reshape(3, 5)),
+        "second_axis": _put(jnp.arange(24.0).reshape(3, 8)),
+        "second_mesh_axis": _put(jnp.arange(8), None or "y"),
+        "axis_last": _put(jnp.arange(24.0).reshape(3, 8), None, "x"),
+        "bf16": _put(jnp.ones((4, 2), jnp.bfloat16), "x"),
+        "scalar": _put(jnp.float32(7)),
+        "keys": _put(jax.random.split(jax.random.key(3), 8), "x"),
+        "elsewhere": jax.device_put(jnp.arange(5.0), jax.devices()[1]),
+    }
+
+
+def _kinds() -> dict[str, Any]:
+    dtypes = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32"]
+    dtypes += sorted(dense_layout._NAMED_DTYPES)
+    return {
+        "dtypes": {name: jnp.arange(5).astype(name) for name in dtypes},
+        "numpy": {
+            name: np.arange(6).astype(name).reshape(2, 3)
+            for name in ("bool", "int64", "uint64", "float64", "float32")
+        },
+        "numpy_scalars": [np.float32(2), np.float64(3), np.int64(-3), np.uint8(1)],
+        "no_axes": np.array(3.0),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "python": (1, 2.5, True, False, -7, (1 << 64) - 1),
+        "text": {"a": "hi", "b": ("", "späße")},
+        "nothing": None,
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+        "zeros": jnp.zeros(3),
+        "pair": Pair(1, jnp.ones(2)),
+        "numbers": {3: 5, 10: jnp.ones(1)},
+        "key": jax.random.key(3, impl="rbg"),
+    }
+
+
+_TREES = {
+    "sharded": _sharded,
+    "kinds": _kinds,
+    "flax": lambda: State(step=jnp.int32(4), params={"w": _put(jnp.arange(8.0), "x")}),
+    "numpy only": lambda: {"a": np.arange(4), "b": 1},
+    "list": lambda: [jnp.ones(2), {"a": (1, np.ones(2))}],
+    "dots": lambda: {"a.b": jnp.ones(2), "a": {"c": 1}, "with space": 2},
+}
+
+
+def _stock(directory: Path, tree: Any) -> Path:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+    with ocp.CheckpointManager(directory, item_handlers={"dense": handler}) as manager:
+        manager.save(0, args=ocp.args.Composite(dense=ocp.args.PyTreeSave(tree)))
+    return directory / "0" / "dense"
+
+
+def _ours(directory: Path, tree: Any) -> Path:
+    item = directory / "0" / "dense"
+    item.mkdir(parents=True)
+    plan = dense_layout.plan(tree)
+    written = plan.write(item) + ocdbt.merge(item, [0], plan.names)
+    assert {path for path in item.rglob("*") if path.is_file()} <= set(written)
+    now = time.time_ns()
+    text = dense_layout.checkpoint_metadata(("dense",), now, now)
+    (item.parent / "_CHECKPOINT_METADATA").write_text(text)
+    return item
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _same(ours: Any, stock: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(stock)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(stock), strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, jax.Array):
+            assert a.sharding == b.sharding
+            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                assert a.dtype == b.dtype
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", _TREES)
+def test_bytes_and_metadata_equal_stock(name: str, tmp_path: Path) -> None:
+    tree = _TREES[name]()
+    stock, ours = _stock(tmp_path / "stock", tree), _ours(tmp_path / "ours", tree)
+    assert ocdbt.read(ours) == ocdbt.read(stock)
+    for file in _FILES:
+        assert _json(ours / file) == _json(stock / file), file
+    found = _json(ours.parent / "_CHECKPOINT_METADATA")
+    expected = _json(stock.parent / "_CHECKPOINT_METADATA")
+    assert found.keys() == expected.keys()
+    assert found["item_handlers"] == expected["item_handlers"]
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("name", _TREES)
+def test_stock_restores_the_same(name: str, tmp_path: Path) -> None:
+    tree = _TREES[name]()
+    stock, ours = _stock(tmp_path / "stock", tree), _ours(tmp_path / "ours", tree)
+    found = []
+    for item in (ours, stock):
+        with ocp.CheckpointManager(item.parent.parent) as manager:
+            by_manager = manager.restore(0)["dense"]
+        handler = ocp.PyTreeCheckpointHandler()
+        # Stock restores no numpy scalars by a template that holds some.
+        like = jax.tree.map(lambda x: x.item() if isinstance(x, np.generic) else x, tree)
+        template = ocp.args.PyTreeRestore(
+            item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like)
+        )
+        by_v1 = v1.load(item.parent, checkpointable_name="dense")
+        found.append((by_manager, handler.restore(item, args=template), by_v1))
+    for a, b in zip(*found, strict=True):
+        _same(a, b)
+
+
+def test_large_values_are_referenced_and_equal(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    big = rng.standard_normal((16, 1 << 18), np.float32)
+    tree = {"numpy": big, "zeros": np.zeros_like(big), "halves": _put(big, None, "y")}
+    tree["single"] = jnp.asarray(big)
+    ours, stock = _ours(tmp_path / "ours", tree), _stock(tmp_path / "stock", tree)
+    assert ocdbt.read(ours) == ocdbt.read(stock)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_child_is_not_merged(missing: int, tmp_path: Path) -> None:
+    plan = dense_layout.plan(_sharded())
+    half = len(plan.chunks) // 2
+    values = list(plan.values())
+    parts = [values[:-half], values[-half:]]
+    for process, part in enumerate(parts):
+        if process != missing:
+            ocdbt.write(tmp_path, process, part)
+    with pytest.raises(Disagreement, match="missing"):
+        ocdbt.merge(tmp_path, [0, 1], plan.names)
+    assert not (tmp_path / "manifest.ocdbt").exists()
+    ocdbt.write(tmp_path, missing, parts[missing])
+    ocdbt.merge(tmp_path, [0, 1], plan.names)
+    assert ocdbt.read(tmp_path) == ocdbt.read(_stock(tmp_path / "stock", _sharded()))
+
+
+def test_two_writers_of_one_value_are_refused(tmp_path: Path) -> None:
+    plan = dense_layout.plan({"a": jnp.ones(2)})
+    for process in (0, 1):
+        ocdbt.write(tmp_path, process, list(plan.values()))
+    with pytest.raises(Disagreement, match="processes 0 and 1"):
+        ocdbt.merge(tmp_path, [0, 1], plan.names)
+
+
+def test_equal_names_are_refused() -> None:
+    with pytest.raises(UnsupportedLeaf, match=r"\['a'\]\['b'\].*\['a.b'\]"):
+        dense_layout.plan({"a.b": 1, "a": {"b": 2}})
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.bool_(True),
+        b"raw",
+        1j,
+        np.complex64(1),
+        np.zeros(0),
+        1 << 64,
+        np.arange(3, dtype=">i4"),
+        np.array(["a"]),
+        np.longdouble(1),
+        Ellipsis,
+        object(),
+    ],
+    ids=repr,
+)
+def test_what_is_not_covered_is_said(leaf: Any) -> None:
+    assert dense_layout.covered(leaf)
+    with pytest.raises(UnsupportedLeaf, match=r"\['a'\]"):
+        dense_layout.plan({"a": leaf})
+
+
+def test_another_process_writes_its_chunks_only() -> None:
+    plan = dense_layout.plan(_kinds() | {"rows": _put(jnp.arange(8.0), "x")}, process=1)
+    assert not plan.described
+    assert set(plan.files) == {"array_metadatas/process_1"}
+    assert not [chunk for chunk in plan.chunks if chunk.key.startswith("numpy")]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    worker = Path(__file__).with_name("dense_layout_worker.py")
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, worker, str(number), str(count), str(port), tmp_path], env=environment
+        )
+        for number in range(count)
+    ]
+    try:
+        assert [job.wait(120) for job in jobs] == [0] * count
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    stock, ours = tmp_path / "stock" / "0" / "dense", tmp_path / "ours"
+    assert ocdbt.read(ours) == ocdbt.read(stock)
+    metadatas = [f"array_metadatas/process_{number}" for number in range(count)]
+    for file in (*_FILES, *metadatas):
+        assert _json(ours / file) == _json(stock / file), file

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lineage decides from what it finds at its own paths; the saves are made up."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import made_up_saves
+import pytest
+from hypothesis import given, settings
+
+from deltackpt.format import names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.policy import Consecutive, OneShot
+from deltackpt.save.clocks import Clocks, Reading
+from deltackpt.save.lineage import Lineage
+
+LAYOUT = made_up_saves.layout()
+
+
+def at(clock: int, *, place: str = "", identity: int = 7, windows=()) -> Clocks:
+    return Clocks(readings=(Reading(place, identity, clock),), windows=tuple(windows))
+
+
+class Trainer:
+    """Begins saves at the steps of a directory."""
+
+    def __init__(self, root: Path, **options):
+        self.root = root
+        self.lineage = Lineage(**options)
+
+    def begin(self, step: int, clocks: Clocks | None = None, **options):
+        clocks = at(step) if clocks is None else clocks
+        options = {"layout": LAYOUT} | options
+        return self.lineage.begin(step, self.root / str(step), clocks=clocks, **options)
+
+    def save(self, step: int, clocks: Clocks | None = None, **options):
+        intent = self.begin(step, clocks, **options)
+        made_up_saves.commit(self.root / str(step), intent)
+        return intent
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return Trainer(tmp_path)
+
+
+def test_the_first_save_is_a_base_and_the_next_a_delta_since_its_clock(trainer):
+    first = trainer.save(1)
+    assert (first.kind, first.parent, first.since) == ("base", None, {})
+    assert first.reason == "base: no committed save to build on"
+    second = trainer.begin(2)
+    assert second.kind == "delta" and second.since == {"": 1}
+    assert second.parent is not None and second.parent.save_id == first.save_id
+    assert second.parent.step_dir == "1"
+
+
+def test_a_save_that_is_not_there_is_no_parent_and_its_rows_are_saved_again(trainer):
+    base = trainer.save(1)
+    lost = trainer.begin(2)
+    trainer.lineage.failed(lost.save_id)
+    third = trainer.begin(3)
+    assert third.parent is not None and third.parent.save_id == base.save_id
+    assert third.since == {"": 1}
+
+
+def test_a_save_that_failed_after_its_commit_is_the_parent_all_the_same(trainer):
+    trainer.save(1)
+    second = trainer.save(2)
+    trainer.lineage.failed(second.save_id)
+    third = trainer.begin(3)
+    assert third.parent is not None and third.parent.save_id == second.save_id
+
+
+def test_only_its_own_save_id_makes_a_save_committed(trainer):
+    trainer.begin(1)
+    other = SaveId("other", 1, 1)
+    item = trainer.root / "1" / names.EMBEDDINGS_ITEM
+    made_up_saves.write(item, made_up_saves.record(other))
+    assert trainer.begin(2).reason == "base: no committed save to build on"
+
+
+def test_a_damaged_manifest_makes_no_parent(trainer):
+    trainer.save(1)
+    path = trainer.root / "1" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert trainer.begin(2).reason == "base: no committed save to build on"
+
+
+def test_a_parent_that_is_gone_makes_a_base(trainer):
+    trainer.save(1)
+    trainer.save(2)
+    assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).kind == "delta"
+    shutil.rmtree(trainer.root / "2")
+    assert trainer.begin(3).reason == "base: the parent at 2 is gone"
+
+
+def test_a_compacted_base_with_the_save_id_of_the_parent_stands_for_it(trainer):
+    trainer.save(1)
+    second = trainer.save(2)
+    assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).kind == "delta"
+    made_up_saves.compact(trainer.root / "2", second.save_id)
+    shutil.rmtree(trainer.root / "2")
+    third = trainer.begin(3)
+    assert third.parent is not None and third.parent.save_id == second.save_id
+    made_up_saves.compact(trainer.root / "2", SaveId("other", 2, 1))
+    trainer.lineage.failed(third.save_id)
+    assert trainer.begin(4).reason == "base: the parent at 2 is gone"
+
+
+def test_a_compacted_base_that_process_0_tells_of_begins_the_chain_anew(tmp_path):
+    trainer = Trainer(tmp_path, compacted=True, policy=Consecutive(max_chain=2))
+    trainer.save(1)
+    second = trainer.save(2)
+    assert trainer.lineage.newest_compacted() is None
+    base = made_up_saves.compact(tmp_path / "2", second.save_id)
+    third = trainer.begin(3)
+    assert trainer.lineage.newest_compacted() == base
+    made_up_saves.commit(tmp_path / "3", third, compacted=base)
+    fourth = trainer.begin(4)
+    # The second of the chain: without compaction it would be the third, beyond the bound.
+    assert fourth.kind == "delta" and fourth.reason == "delta: number 2 of at most 2 in the chain"
+
+
+def test_without_compaction_such_a_delta_is_left_to_it(tmp_path):
+    trainer = Trainer(tmp_path, compacted=True, policy=Consecutive(max_chain=2))
+    for step in (1, 2, 3):
+        trainer.save(step)
+    assert trainer.begin(4).reason.startswith("delta: a base is left to compaction")
+
+
+def test_one_shot_deltas_are_all_taken_against_the_base(tmp_path):
+    trainer = Trainer(tmp_path, policy=OneShot())
+    base = trainer.save(1)
+    for step in (2, 3):
+        intent = trainer.save(step)
+        assert intent.since == {"": 1}
+        assert intent.parent is not None and intent.parent.save_id == base.save_id
+
+
+def test_a_base_says_why(trainer):
+    trainer.save(1)
+    asked = trainer.lineage.next
+    for clocks, options, reason in (
+        (at(2), {"force_base": True}, "asked for by the caller"),
+        (Clocks(), {}, "no TouchState was given"),
+        (at(2), {"layout": made_up_saves.layout(50)}, "the tables are not those of the parent"),
+        (at(2, identity=8), {}, "is not one that the save of step 1 saw"),
+        (at(0), {}, "its clock 0 is before 1"),
+        (at((1 << 31) - 1), {}, "the clock is exhausted"),
+    ):
+        decision = asked(clocks=clocks, **({"layout": LAYOUT} | options))
+        assert decision.kind == "base" and reason in decision.reason
+    assert asked(clocks=at(2), layout=LAYOUT).parent == "base"
+
+
+def test_a_touch_state_that_is_there_no_more_makes_a_base(trainer):
+    both = Clocks(readings=(Reading("a", 1, 1), Reading("b", 2, 1)))
+    trainer.save(1, both)
+    decision = trainer.lineage.next(clocks=at(2, place="a", identity=1), layout=LAYOUT)
+    assert decision.kind == "base" and "at b that the save of step 1 saw" in decision.reason
+
+
+def test_a_touch_state_that_has_moved_within_the_state_is_known_by_its_identity(trainer):
+    trainer.save(1, at(1, place="a"))
+    assert trainer.begin(2, at(2, place="b")).since == {"b": 1}
+
+
+def test_nothing_protects_a_chain_from_a_stock_policy(tmp_path):
+    trainer = Trainer(tmp_path, protected=False)
+    trainer.save(1)
+    assert trainer.begin(2).reason == "base: nothing protects a chain from retention"
+
+
+def test_rows_in_doubt_are_saved_until_a_base_begun_since_is_committed(trainer):
+    trainer.save(1)
+    early = trainer.begin(2, force_base=True)
+    trainer.lineage.distrust("doubt")
+    made_up_saves.commit(trainer.root / "2", early)
+    lost = trainer.begin(3)
+    assert lost.reason == "base: doubt"
+    trainer.lineage.failed(lost.save_id)
+    assert trainer.save(4).reason == "base: doubt"
+    assert trainer.begin(5).kind == "delta"
+
+
+def test_a_delta_that_becomes_a_base_is_the_anchor(trainer):
+    trainer.save(1)
+    intent = trainer.lineage.as_base(trainer.begin(2), "nearly all rows")
+    assert (intent.kind, intent.parent, intent.since) == ("base", None, {})
+    assert intent.reason == "base: nearly all rows" and intent.recent == {"": 1}
+    made_up_saves.commit(trainer.root / "2", intent)
+    assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).parent == "base"
+
+
+def test_what_is_in_flight_its_parent_and_possible_parents_are_protected(trainer):
+    base, delta = trainer.save(1), trainer.save(2)
+    flying = trainer.begin(3)
+    assert trainer.lineage.protected() == {base.save_id, delta.save_id, flying.save_id}
+
+
+def test_a_witness_is_that_of_the_parent(trainer):
+    first = trainer.save(1)
+    trainer.lineage.witnessed(SaveId("other", 1, 1), "not this one")
+    trainer.lineage.witnessed(first.save_id, "rows")
+    second = trainer.begin(2)
+    assert second.witness == "rows" and not second.stands_still
+    trainer.lineage.failed(second.save_id)
+    assert trainer.begin(3, at(1)).stands_still
+
+
+def test_rows_that_an_accumulator_still_holds_are_saved_again(trainer):
+    trainer.save(1, at(10, windows=[(1, 0)]))
+    trainer.save(2, at(12, windows=[(1, 2)]))
+    # In the middle of the window of the save before: its rows move when it ends.
+    third = trainer.save(3, at(14, windows=[(2, 0)]))
+    assert third.parent is not None and third.parent.step_dir == "2"
+    assert third.since == {"": 10}
+    assert trainer.begin(4, at(16, windows=[(2, 2)])).since == {"": 14}
+
+
+def restored(trainer: Trainer, intent, clocks: Clocks) -> None:
+    info = SaveInfo(
+        save_id=intent.save_id,
+        kind=intent.kind,
+        parent=intent.parent,
+        step_dir=str(intent.save_id.step),
+        nbytes=160,
+    )
+    trainer.lineage.adopt(
+        info,
+        trainer.root / info.step_dir,
+        LAYOUT,
+        sizes=(1600, 160),
+        clocks=clocks,
+        restores=intent.restores,
+    )
+
+
+def test_a_restored_step_is_the_parent_of_a_run_of_its_own(trainer):
+    trainer.save(1)
+    second = trainer.save(2)
+    run = trainer.lineage.run
+    restored(trainer, second, at(0, identity=8))
+    assert trainer.lineage.run != run
+    third = trainer.begin(3, at(1, identity=8))
+    assert third.parent is not None and third.parent.save_id == second.save_id
+    assert (third.since, third.restores) == ({"": 0}, 1)
+
+
+def test_a_run_says_which_step_it_began_with_until_it_saves(trainer, tmp_path):
+    first = trainer.save(1)
+    later = Trainer(tmp_path)
+    assert later.lineage.restored is None
+    restored(later, first, at(0))
+    assert later.lineage.restored == 1
+    later.begin(2)
+    assert later.lineage.restored is None
+
+
+def test_a_step_that_was_only_looked_at_is_left_again(trainer):
+    first = trainer.save(1)
+    second = trainer.save(2)
+    assert not trainer.lineage.can_go_back
+    restored(trainer, first, at(0, identity=8))
+    assert trainer.lineage.can_go_back
+    assert not trainer.lineage.go_back(at(1, identity=8))
+    assert trainer.lineage.go_back(at(3))
+    third = trainer.begin(3)
+    assert third.parent is not None and third.parent.save_id == second.save_id
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(["commit", "fail", "late", "foreign", "remove"]), max_size=12),
+    st.sampled_from([Consecutive(max_chain=4), OneShot(max_chain=4)]),
+)
+def test_a_delta_holds_all_rows_since_a_committed_save(outcomes, policy):
+    """Whatever becomes of saves, a parent stands, and ``since`` is not after its clock."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(Path(folder), policy=policy)
+        stand: dict[SaveId, int] = {}
+        for step, outcome in enumerate(outcomes, 1):
+            intent = trainer.begin(step)
+            if intent.kind == "delta":
+                assert intent.parent is not None
+                assert intent.since[""] <= stand[intent.parent.save_id]
+            step_dir = trainer.root / str(step)
+            if outcome in ("commit", "late", "remove"):
+                made_up_saves.commit(step_dir, intent)
+                stand[intent.save_id] = step
+            if outcome == "foreign":
+                other = made_up_saves.record(SaveId("other", step, 1))
+                made_up_saves.write(step_dir / names.EMBEDDINGS_ITEM, other)
+            if outcome in ("fail", "late"):
+                trainer.lineage.failed(intent.save_id)
+            if outcome == "remove":
+                shutil.rmtree(step_dir)
+                del stand[intent.save_id]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores keep what ``store_suite`` says."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+from store_suite import MemoryStore, StoreSuite
+
+from deltackpt.errors import OutOfSpace, StorageError
+from deltackpt.storage.store import FileStore, Missing, Spot, spot
+
+
+class TestMemoryStore(StoreSuite):
+    @staticmethod
+    def make(tmp_path_factory):
+        return MemoryStore()
+
+
+class TestFileStore(StoreSuite):
+    @staticmethod
+    def make(tmp_path_factory):
+        return FileStore(tmp_path_factory.mktemp("store"))
+
+    def test_a_spot_is_a_path(self, store):
+        store.put("3/x", b"abc")
+        at = spot(store.path / "3" / "x")
+        assert at == Spot(FileStore(store.path / "3"), "x") and spot(at) is at
+        assert os.fspath(at) == str(at) == f"{store.path}/3/x"
+        assert at.parent.parent.name == store.path.name
+        assert at.parent.parent.parent.name == store.path.parent.name
+
+    def test_a_put_that_fails_leaves_what_was_there(self, store):
+        store.put("3/x", b"old")
+        with (
+            mock.patch.object(os, "replace", side_effect=OSError(28, "No space left on device")),
+            pytest.raises(OutOfSpace, match="3/x"),
+        ):
+            store.put("3/x", b"new")
+        with (
+            mock.patch.object(os, "link", side_effect=OSError(5, "Input/output error")),
+            pytest.raises(StorageError, match="3/y"),
+        ):
+            store.put("3/y", b"new", absent=True)
+        assert store.keys("") == ["3/x"] and store.get("3/x") == b"old"
+
+    def test_a_put_is_on_disk_with_the_names_of_its_folders(self, store):
+        forced = []
+        real = os.fsync
+
+        def fsync(descriptor):
+            forced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            real(descriptor)
+
+        with mock.patch.object(os, "fsync", fsync):
+            store.put("3/item/x", b"abc", absent=True)
+        assert [os.path.relpath(name, store.path) for name in forced[:2]] == ["3", "."]
+        assert os.path.relpath(forced[-1], store.path) == "3/item" and len(forced) == 4
+
+    def test_what_cannot_be_read_is_not_missing(self, store):
+        (store.path / "loop").symlink_to("loop")
+        os.mkfifo(store.path / "pipe")
+        with pytest.raises(StorageError, match="symbolic links") as caught:
+            store.get("loop")
+        assert not isinstance(caught.value, Missing)
+        with pytest.raises(Missing, match="something else of that name"):
+            store.get("pipe")
