@@ -24,6 +24,7 @@ import pytest
 import test_meshes
 from flat_options import manager_options
 from hypothesis import HealthCheck, Phase, example, given, settings
+from job import Job
 
 import deltackpt
 from deltackpt.errors import (
@@ -433,7 +434,7 @@ def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
     "spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=["rows", "columns", "both", "whole"]
 )
 def test_steps_of_many_parts_and_columns_are_held_whole(tmp_path, spec):
-    job = test_meshes.Job(8)
+    job = Job(8)
     narrow = P(*spec[:1])
     topology = test_meshes.Topology(
         (4, 2), 0, dict.fromkeys(test_meshes.ROWS, spec), dict.fromkeys(test_meshes.ROWS, narrow)

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import test_meshes
 from hypothesis import HealthCheck, Phase, given, settings
+from job import Job
 from test_compact import manager, write_chain
-from test_meshes import Job, Run, Topology, initial, topologies, trained
+from test_meshes import Run, Topology, initial, topologies, trained
 
 import deltackpt
 import deltackpt.inspect
