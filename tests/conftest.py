@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,12 @@ PROCESSES = {
     "without_jax",
 }
 
+#: How long the library lets others go on, where it has to look twice. Not that of readers beside
+#: a removal: tests run these at the same time.
+PAUSES = {
+    "deltackpt.upkeep.verify": "_INTERVAL_SECS",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the long loops; workers get those of the process that starts them."""
@@ -122,6 +129,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         stem = item.path.stem
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks again at once, where the library lets a moment pass first: nobody else is at work."""
+    if request.node.get_closest_marker("processes") or request.node.get_closest_marker("long"):
+        return
+    for module, name in PAUSES.items():
+        # Looked up, not imported: neither each test nor each environment has use for all.
+        if module in sys.modules:
+            monkeypatch.setattr(sys.modules[module], name, 0.0)
 
 
 @pytest.fixture
