@@ -16,7 +16,7 @@ LONG_SEED ?=
 # Beside the oldest, which .venv is made of: the suite's quick selection runs on them, and CI fails without.
 PYTHONS := 3.12 3.13
 
-.PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 
 help:
@@ -25,7 +25,8 @@ help:
 	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
 	@echo "make demo-t5    the first with a T5 on span corruption of text"
 	@echo "make demo-loops loops of optax and nnx with grain data: no sample is trained twice"
-	@echo "make test       the suite without the long loops"
+	@echo "make test       every promise in one process: the quick part of the suite"
+	@echo "make test-processes  what starts processes: jobs, kills, Ray, a notebook, a browser, a wheel, Orbax's suites"
 	@echo "make test-long  the kill, power-cut and multi-process loops; LONG=full, LONG_SEED=N"
 	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"
 	@echo "make test-pythons      every codec, save, restore, kill and inspect on Python $(PYTHONS)"
@@ -33,7 +34,7 @@ help:
 	@echo "make bench      the measured tables of docs/benchmarks.md"
 	@echo "make notebook   run the notebook of the docs afresh"
 	@echo "make lint types layers docs format clean"
-	@echo "ARGS='...' is passed on to the demos, test, test-long and bench; WORKERS=N tests run at once"
+	@echo "ARGS='...' is passed on to the demos, tests and bench; WORKERS=N tests run at once"
 
 # Keyed on what decides the contents of the environment: nothing happens on a second call.
 MADE_OF := pyproject.toml $(wildcard constraints*.txt) tools/make_venv.sh tools/pins.sh
@@ -63,8 +64,12 @@ demo-t5: $(READY)
 demo-loops: $(READY)
 	$(BIN)/python examples/loops/demo.py $(ARGS)
 
+# Each test is in exactly one of these three.
 test: $(READY)
-	$(BIN)/python $(PYTEST) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not processes and not long" $(ARGS)
+
+test-processes: $(READY)
+	$(BIN)/python $(PYTEST) -m processes $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python $(PYTEST) -m long --long $(LONG) $(if $(LONG_SEED),--long-seed $(LONG_SEED)) $(ARGS)

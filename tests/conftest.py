@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,26 @@ CROWDED = {
     "test_t5x_processes",
 }
 
+#: Files and folders whose tests all belong to `make test-processes`; others mark single tests.
+PROCESSES = {
+    "orbax_suites",
+    "test_exits",
+    "test_jax_trainer",
+    "test_processes",
+    "test_processes_failures",
+    "test_processes_tracking",
+    "test_ray_cluster",
+    "test_service",
+    "test_t5x_processes",
+    "without_jax",
+}
+
+#: How long the library lets others go on, where it has to look twice. Not that of readers beside
+#: a removal: tests run these at the same time.
+PAUSES = {
+    "deltackpt.upkeep.verify": "_INTERVAL_SECS",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the long loops; workers get those of the process that starts them."""
@@ -89,17 +110,36 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return str(_campaign(config)) if config.option.markexpr == "long" else None
 
 
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same.
+    """Gives each test its make target and its worker.
 
-    A test with a group of its own may run beside the others of its file.
+    Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same; a test
+    with a group of its own may run beside the others of its file.
     """
+    for item in items:
+        long = item.get_closest_marker("long") is not None
+        if not long and (item.path.stem in PROCESSES or item.path.parent.name in PROCESSES):
+            item.add_marker(pytest.mark.processes)
+        elif long and item.get_closest_marker("processes") is not None:
+            raise pytest.UsageError(f"{item.nodeid} is marked both long and processes")
     if not config.pluginmanager.has_plugin("xdist"):
         return
     for item in items:
         stem = item.path.stem
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks again at once, where the library lets a moment pass first: nobody else is at work."""
+    if request.node.get_closest_marker("processes") or request.node.get_closest_marker("long"):
+        return
+    for module, name in PAUSES.items():
+        # Looked up, not imported: neither each test nor each environment has use for all.
+        if module in sys.modules:
+            monkeypatch.setattr(sys.modules[module], name, 0.0)
 
 
 @pytest.fixture

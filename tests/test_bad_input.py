@@ -411,6 +411,7 @@ def tmpfs(place: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_out_of_space_and_after_making_room_nothing_is_lost(tmp_path):
     with tmpfs(tmp_path / "small", "size=1m") as place:
         in_a_process_of_its_own("fill_the_disk", place)
@@ -443,6 +444,7 @@ def fill_the_disk(place: Path) -> None:
         model.assert_same(saver.restore(1, state).state, first)
 
 
+@pytest.mark.processes
 def test_a_file_system_that_turns_read_only_fails_the_save_and_keeps_the_rest(tmp_path):
     with tmpfs(tmp_path / "disk", "size=16m") as place:
         in_a_process_of_its_own("turn_read_only", place)

@@ -9,20 +9,12 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from command import run
 from test_compact import chain, write_chain
 
 from deltackpt import cli
 from deltackpt.cli import arguments
 from deltackpt.upkeep import compact
-
-
-def run(*arguments: object):
-    """The command line in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_compact_folds_the_newest_step_and_says_so(tmp_path):
@@ -64,6 +56,7 @@ def test_sizes_have_units(text, nbytes):
     assert arguments.Size().convert(text, None, None) == nbytes
 
 
+@pytest.mark.processes
 def test_help_has_examples_and_needs_neither_jax_nor_ray():
     found = CliRunner().invoke(cli.cli, ["compact", "--help"])
     assert "deltackpt compact /data/run-17" in found.output

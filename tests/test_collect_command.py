@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -17,6 +16,7 @@ from unittest import mock
 import hypothesis
 import model
 import pytest
+from command import run
 from hypothesis import strategies as st
 from test_compact import contents, fold, manager, write_chain
 
@@ -64,7 +64,7 @@ def root(written, tmp_path) -> Path:
 
 
 def ended_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
+    process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
 
@@ -414,14 +414,6 @@ def test_files_that_vanish_while_sizes_are_summed_are_skipped(root):
 
 
 # The command.
-
-
-def run(*arguments: object):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_a_dry_run_lists_all_with_sizes_and_reasons_and_changes_nothing(root):

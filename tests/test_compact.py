@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import test_meshes
 from flat_options import manager_options
+from job import Job
 from test_meshes import P, Topology
 
 import deltackpt
@@ -199,7 +200,7 @@ def test_what_several_processes_saved_compacts(tmp_path, savers, spec):
         dict.fromkeys(test_meshes.ROWS, spec),
         dict.fromkeys(test_meshes.ROWS, P(spec[0])),
     )
-    job, states = test_meshes.Job(savers), [test_meshes.initial()]
+    job, states = Job(savers), [test_meshes.initial()]
     with job.running():
         run = test_meshes.Run(job, topology, tmp_path)
         run.save(0, states[0])
@@ -212,7 +213,7 @@ def test_what_several_processes_saved_compacts(tmp_path, savers, spec):
     assert fold(tmp_path, 2, workers=3).deltas == 2
     assert len(stored.read_chain(tmp_path / "3")) == 2
     for step, state in enumerate(states):
-        test_meshes.assert_restores(tmp_path, step, test_meshes.Job(2), topology, state)
+        test_meshes.assert_restores(tmp_path, step, Job(2), topology, state)
 
 
 def test_tables_of_other_dtypes_compact(tmp_path):
@@ -382,6 +383,7 @@ print(kills, published)
 """
 
 
+@pytest.mark.processes
 def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
     write_chain(tmp_path, codec="adaptive4")
     run = subprocess.run(
@@ -613,6 +615,7 @@ print(done.bytes_written)
 """
 
 
+@pytest.mark.processes
 def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_path):
     memory_bytes = 128 << 20
     rows = 4 * memory_bytes // 260 + 1000
@@ -662,6 +665,7 @@ def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_pa
     assert len(chain(tmp_path / "large", 2)) == 1
 
 
+@pytest.mark.processes
 def test_importing_compaction_imports_neither_jax_nor_orbax():
     program = (
         "import sys, deltackpt.upkeep.compact;"

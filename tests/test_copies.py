@@ -18,6 +18,7 @@ from unittest import mock
 
 import model
 import pytest
+from command import run as command
 from golden import make_golden
 from test_compact import contents, fold, manager, write_chain
 from test_verify import chunk, flip
@@ -202,6 +203,7 @@ def test_what_is_there_already_is_not_copied_again(run, target):
     assert more.copied == ("0",)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("store", ["Directory", "ObjectStore"])
 def test_a_copy_that_is_killed_shows_nothing_half_and_goes_on(store, run, server, bucket, tmp_path):
     root, states = run
@@ -642,15 +644,6 @@ def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
 
 
 # The command.
-
-
-def command(*arguments: object):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **own_environment()},
-    )
 
 
 def test_the_command_copies_there_and_back(run, server, bucket, tmp_path):

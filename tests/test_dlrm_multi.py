@@ -132,6 +132,7 @@ def test_half_a_description_of_the_processes_is_refused(option, capsys):
     assert "--process and --coordinator" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_two_processes_save_what_one_restores(tmp_path):
     directory, path = tmp_path / "run", tmp_path / "two.jsonl"
     arguments = [*SMALL, "--save-every=3", "--print-every=3", "--durability=process", "--digests"]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import command
 import google_crc32c
 import jax.numpy as jnp
 import pytest
@@ -120,6 +121,7 @@ def test_a_file_system_without_posix_semantics_is_a_problem(tmp_path, call, brok
     assert names(tmp_path) == set()
 
 
+@pytest.mark.processes
 def test_a_signal_to_end_it_leaves_nothing(tmp_path):
     program = (
         "import os, sys, time\n"
@@ -162,6 +164,7 @@ def ext4(tmp_path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(point)], check=True)
 
 
+@pytest.mark.processes
 def test_ext4_is_local_and_measured(tmp_path):
     with ext4(tmp_path, "rw") as point:
         (point / "run").mkdir()
@@ -172,6 +175,7 @@ def test_ext4_is_local_and_measured(tmp_path):
     assert found["fsync"].figures["large_bytes"] == 64 * MIB
 
 
+@pytest.mark.processes
 def test_ext4_without_flushes_is_a_problem(tmp_path):
     with ext4(tmp_path, "nobarrier") as point:
         found = of(point, access="read")
@@ -179,6 +183,7 @@ def test_ext4_without_flushes_is_a_problem(tmp_path):
     assert "power cut" in found["file system"].meaning
 
 
+@pytest.mark.processes
 def test_a_file_system_that_is_mounted_read_only_cannot_be_saved_to(tmp_path):
     with ext4(tmp_path, "ro") as point:
         found, reading = of(point), of(point, access="read")
@@ -227,6 +232,7 @@ def test_the_holder_of_the_lease_is_named(tmp_path):
     assert found["steps"].found == "1 committed, newest 1"
 
 
+@pytest.mark.processes
 def test_a_holder_that_was_killed_is_no_reason_to_wait(tmp_path):
     subprocess.run([sys.executable, "-c", save(tmp_path, "os._exit(9)")], check=False)
     lease = of(tmp_path, access="read")["lease"]
@@ -452,6 +458,7 @@ def run(*arguments: object, absent: tuple[str, ...] = ()):
     )
 
 
+@pytest.mark.processes
 def test_the_command_needs_neither_jax_nor_orbax(tmp_path):
     found = run(tmp_path, "--json", absent=("jax", "orbax", "flax", "ray"))
     assert found.stderr == ""
@@ -462,6 +469,7 @@ def test_the_command_needs_neither_jax_nor_orbax(tmp_path):
     assert found.returncode == ("problem" in severities.values())
 
 
+@pytest.mark.processes
 def test_a_package_that_is_missing_is_a_finding_and_no_traceback(tmp_path):
     found = run(tmp_path, absent=("tensorstore", "google_crc32c", "numpy"))
     assert found.returncode == 1 and found.stderr == ""
@@ -482,8 +490,8 @@ def test_each_finding_is_one_line_for_pipes_with_a_summary_below(tmp_path):
 
 def test_wrong_usage_is_told_apart_from_problems(tmp_path):
     (tmp_path / "file").touch()
-    assert run(tmp_path / "file").returncode == 2
-    assert run(tmp_path, "--fast").returncode == 2
+    assert command.run("doctor", tmp_path / "file").returncode == 2
+    assert command.run("doctor", tmp_path, "--fast").returncode == 2
 
 
 def test_help_says_what_is_written_and_has_examples():

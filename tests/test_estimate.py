@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import model
 import pytest
+from command import run
 from golden import make_golden
 from test_compact import fold, manager, write_chain
 from test_verify import chunk, flip
@@ -128,14 +127,6 @@ def test_damage_that_is_come_across_and_missing_steps_are_named(tmp_path):
     flip(victim, victim)
     with pytest.raises(Damaged):
         restore_plan(tmp_path)
-
-
-def run(*arguments: object):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "deltackpt.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_the_command_shows_chain_tables_time_and_compaction(written):

@@ -24,6 +24,7 @@ import pytest
 import test_meshes
 from flat_options import manager_options
 from hypothesis import HealthCheck, Phase, example, given, settings
+from job import Job
 
 import deltackpt
 from deltackpt.errors import (
@@ -433,7 +434,7 @@ def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
     "spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=["rows", "columns", "both", "whole"]
 )
 def test_steps_of_many_parts_and_columns_are_held_whole(tmp_path, spec):
-    job = test_meshes.Job(8)
+    job = Job(8)
     narrow = P(*spec[:1])
     topology = test_meshes.Topology(
         (4, 2), 0, dict.fromkeys(test_meshes.ROWS, spec), dict.fromkeys(test_meshes.ROWS, narrow)
@@ -739,6 +740,7 @@ def test_memory_of_another_owner_is_not_taken_for_it():
         MemoryReader(memory.Place("elsewhere", os.getpid(), 3, "00"))
 
 
+@pytest.mark.processes
 def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(tmp_path):
     """What was pinned can be copied to the end, and a write that was cut is seen."""
     code = (

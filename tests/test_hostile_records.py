@@ -253,6 +253,7 @@ for directory in sorted(hostile.iterdir()):
 """
 
 
+@pytest.mark.processes
 def test_hand_made_records_of_huge_tables_take_little_memory(written, tmp_path):
     """Digests and files that bear the record out: nothing but the memory says no."""
     hostile = tmp_path / "hostile"
@@ -512,6 +513,7 @@ assert not found, found
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["parts-v1", "encodings-v1"])
 def test_reading_a_directory_runs_no_code_of_it(kind, tmp_path):
     for name in ("first", "second"):

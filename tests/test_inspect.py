@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import test_meshes
 from hypothesis import HealthCheck, Phase, given, settings
+from job import Job
 from test_compact import manager, write_chain
-from test_meshes import Job, Run, Topology, initial, topologies, trained
+from test_meshes import Run, Topology, initial, topologies, trained
 
 import deltackpt
 import deltackpt.inspect
@@ -292,6 +293,7 @@ def test_saves_say_what_each_step_is(tmp_path):
     assert "its parent, step 1, is missing, damaged" in saves[2].problem
 
 
+@pytest.mark.processes
 def test_opening_lists_once_and_reading_a_row_opens_files_of_its_chain_alone(tmp_path):
     write_chain(tmp_path, 3)
     few = opened_files(tmp_path)

@@ -171,6 +171,7 @@ def test_a_stock_checkpoint_goes_on_with_a_delta(tmp_path, write, with_template)
 # Switching a run over.
 
 
+@pytest.mark.processes
 def test_training_that_is_killed_in_a_save_after_an_import_equals_one_that_never_stopped(tmp_path):
     state = trained(train_state(), ids_of(0))
     source = v1_checkpointer(tmp_path / "stock", state)
@@ -222,6 +223,7 @@ def reader(run: Path, choice: deltackpt.Tables = TABLES) -> deltackpt.Checkpoint
     )
 
 
+@pytest.mark.processes
 def test_an_import_that_is_killed_leaves_no_step_and_can_be_repeated(tmp_path):
     state = train_state()
     source = v0_manager(tmp_path / "stock", state)
@@ -425,6 +427,7 @@ def stock_digests(root: Path, step: int) -> set[str]:
     return set(found.stdout.split())
 
 
+@pytest.mark.processes
 def test_stock_orbax_restores_every_kind_of_leaf_without_deltackpt(tmp_path):
     state = saved_every_kind(tmp_path / "run")
     done = interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
@@ -456,6 +459,7 @@ def test_stock_orbax_restores_an_export_into_shardings(tmp_path):
         same_bits({**found, "empty": state["empty"]}, state)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("with_template", [True, False], ids=["template", "no-template"])
 def test_an_export_is_imported_and_exported_again_unchanged(tmp_path, with_template):
     state = saved_every_kind(tmp_path / "run")
@@ -487,6 +491,7 @@ def test_deltas_codecs_and_parts_are_exported_as_they_restore(tmp_path, name):
             same_bits(manager.restore(step), expected)
 
 
+@pytest.mark.processes
 def test_a_compacted_step_is_exported(tmp_path):
     from deltackpt.upkeep.compact import compact
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors
 import safetensors.numpy
+from command import run as in_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compact import write_chain
@@ -294,11 +295,11 @@ def command(*arguments: object, cwd: Path | None = None):
 
 def test_commands_export_and_say_what_they_did(tmp_path):
     write_chain(tmp_path / "run")
-    found = command("export", "safetensors", tmp_path / "run", tmp_path / "st", "--step", 2)
+    found = in_process("export", "safetensors", tmp_path / "run", tmp_path / "st", "--step", 2)
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("step 2: 1 file of ") and "left out: dense/none" in found.stdout
     arguments = ("--table", "tables/users", "--no-slots", "--rows", "5:9", "--json")
-    found = command("export", "parquet", tmp_path / "run", tmp_path / "pq", *arguments)
+    found = in_process("export", "parquet", tmp_path / "run", tmp_path / "pq", *arguments)
     assert json.loads(found.stdout)["files"] == ["tables%2Fusers.parquet"], found.stderr
     assert pq.read_table(tmp_path / "pq" / "tables%2Fusers.parquet")["row"].to_pylist() == [
         5,
@@ -306,14 +307,15 @@ def test_commands_export_and_say_what_they_did(tmp_path):
         7,
         8,
     ]
-    found = command("export", "parquet", tmp_path / "run", tmp_path / "pq")
+    found = in_process("export", "parquet", tmp_path / "run", tmp_path / "pq")
     assert found.returncode == 1 and found.stderr.endswith("[target-exists]\n")
     assert (
-        command("export", "parquet", tmp_path / "run", tmp_path / "x", "--rows", "5").returncode
+        in_process("export", "parquet", tmp_path / "run", tmp_path / "x", "--rows", "5").returncode
         == 2
     )
 
 
+@pytest.mark.processes
 def test_commands_switch_a_run_over_and_back(tmp_path):
     write_chain(tmp_path / "run")
     found = command("export", "orbax", tmp_path / "run", tmp_path / "plain")

@@ -389,7 +389,13 @@ def test_nnx_objects_are_updated_in_place_and_shared_variables_stay_shared(tmp_p
 # The position of the data.
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        pytest.param(name, marks=[pytest.mark.processes] if "worker" in name else [])
+        for name in PIPELINES
+    ],
+)
 def test_the_position_is_that_of_the_step_however_far_was_read_ahead(tmp_path, pipeline):
     kind = KINDS["optax with adagrad"]
     with opened(pipeline) as iterator:
@@ -796,6 +802,7 @@ def check_killed(folder, loop, pipeline, *, kills, workers=0, seed=0):
     assert len(found.starts) == kills + 1 and found.starts[0] == 0
 
 
+@pytest.mark.processes
 def test_a_killed_loop_trains_every_sample_once_and_ends_in_the_same_state(tmp_path):
     check_killed(tmp_path, "optax", "dataset", kills=2)
 
@@ -860,6 +867,7 @@ def job(root, processes, *, steps, kill_after=0, refusing=-1):
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in said]
 
 
+@pytest.mark.processes
 def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
     whole = job(tmp_path / "whole", 2, steps=loops_worker.STEPS)
     killed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, kill_after=7)

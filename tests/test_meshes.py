@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves on one mesh, restores on another: eight devices, dealt out to one to eight processes.
 
-The processes are threads here, told apart by what ``deltackpt.processes`` answers; each reads and
-writes only shards on its own devices. ``test_processes.py`` runs real ones.
+The processes are threads here, a ``Job``; each reads and writes only shards on its own devices.
+``test_processes.py`` runs real ones.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import shutil
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from job import DEVICES, Job
 
 import deltackpt
 from deltackpt import processes
@@ -30,62 +28,15 @@ from deltackpt.resources.staging import Staging
 from deltackpt.restore import placing
 from deltackpt.save import lineage, part, snapshot
 from deltackpt.save.flight import Embeddings, PipelineOptions
-from deltackpt.state import ownership, tables
+from deltackpt.state import tables
 
 P = jax.sharding.PartitionSpec
-DEVICES = 8
 #: Mesh shapes with axes x and y; fewer devices than there are is a subset.
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8), (2, 2), (1, 2), (1, 1)]
 SPECS = [P(), P("x"), P("y"), P(("x", "y")), P(None, "y"), P(None, "x"), P("x", "y"), P("y", "x")]
 #: Rows by table: multiples of eight, which jax asks for, but not of every division by replicas.
 ROWS = {"a": 8, "b": 88, "c": 400, "d": 1000}
 WIDTH = 8
-
-
-def forget() -> None:
-    """Plans are kept by sharding; jobs of different tests deal out the devices differently."""
-    ownership._grid.cache_clear()
-    ownership._owned.cache_clear()
-    ownership._shared_rows.cache_clear()
-
-
-class Job:
-    """Several processes on eight devices."""
-
-    def __init__(self, count: int):
-        self.count = count
-        self.lock = threading.Lock()
-        self._here = threading.local()
-
-    @contextlib.contextmanager
-    def running(self):
-        forget()
-        with (
-            mock.patch.object(processes, "count", lambda: self.count),
-            mock.patch.object(processes, "index", lambda: getattr(self._here, "index", 0)),
-            mock.patch.object(processes, "of", lambda d: d.id * self.count // DEVICES),
-        ):
-            yield self
-        forget()
-
-    @contextlib.contextmanager
-    def process(self, index: int):
-        self._here.index = index
-        yield
-        self._here.index = 0
-
-    def on_each(self, call) -> list:
-        """What the call returns or raises on each process, all at once."""
-
-        def run(index: int):
-            with self.process(index):
-                try:
-                    return call(index)
-                except Exception as error:
-                    return error
-
-        with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(run, range(self.count)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ def kept(repository):
     return nbformat.read(repository / NOTEBOOK, as_version=4)
 
 
+@pytest.mark.processes
 def test_notebook_runs_afresh_and_shows_what_the_kept_one_shows(kept, repository, tmp_path):
     command = [sys.executable, "tools/run_notebook.py", NOTEBOOK, "--pictures", tmp_path]
     # A home where nothing is registered: no kernel of the user's may be needed.

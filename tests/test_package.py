@@ -59,6 +59,7 @@ def fresh_python(program: str, **settings: str) -> str:
     ).stdout
 
 
+@pytest.mark.processes
 def test_importing_the_package_imports_none_of_its_dependencies():
     program = (
         "import sys, deltackpt; dir(deltackpt); deltackpt.errors.Damaged;"
@@ -68,6 +69,7 @@ def test_importing_the_package_imports_none_of_its_dependencies():
     assert fresh_python(program).strip() == "[]"
 
 
+@pytest.mark.processes
 def test_merging_and_decoding_import_neither_jax_nor_orbax():
     program = (
         "import sys, deltackpt.reading.merge, deltackpt.codecs, deltackpt.format.chain;"
@@ -259,6 +261,7 @@ def tool(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_a_python_gets_the_pins_that_are_its_own(tmp_path):
     version = "{}.{}".format(*sys.version_info)
     own = "constraints.txt" if version == "3.11" else f"constraints-{version}.txt"
@@ -268,6 +271,7 @@ def test_a_python_gets_the_pins_that_are_its_own(tmp_path):
     assert tool("find_python.sh", version, before=str(tmp_path)).stdout == f"{on_path}\n"
 
 
+@pytest.mark.processes
 def test_a_python_that_is_not_there_is_a_failure():
     ended = tool("find_python.sh", "3.99")
     assert ended.returncode == 1 and ended.stdout == ""
@@ -285,6 +289,7 @@ def test_error_codes_are_unique_and_errors_share_one_base():
     assert sorted(set(codes)) == sorted(codes)
 
 
+@pytest.mark.processes
 def test_wheel_is_typed_whole_and_holds_nothing_else(tmp_path):
     pytest.importorskip("hatchling", reason="the build backend is not installed")
     source = tmp_path / "source"

@@ -290,6 +290,7 @@ def run(program: str) -> str:
     return found.stdout.strip()
 
 
+@pytest.mark.processes
 def test_plots_leave_pyplot_and_jax_alone():
     program = (
         "import sys; from deltackpt.inspect import plots; plots.timeline(()).savefig("
@@ -299,6 +300,7 @@ def test_plots_leave_pyplot_and_jax_alone():
     assert run(program) == "[]"
 
 
+@pytest.mark.processes
 def test_without_matplotlib_the_error_names_the_extra():
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"

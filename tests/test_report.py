@@ -193,6 +193,7 @@ def chromium(tmp_path):
     return show
 
 
+@pytest.mark.processes
 def test_browser_shows_the_page_without_complaint_in_light_and_dark_and_prints_it(
     tmp_path, chromium
 ):

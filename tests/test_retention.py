@@ -120,6 +120,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("at", [2, 4])
 def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])

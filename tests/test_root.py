@@ -116,6 +116,7 @@ def test_a_path_that_is_a_file_is_a_typed_error(tmp_path):
         Root.open(tmp_path / "file")
 
 
+@pytest.mark.processes
 def test_a_read_only_file_system_is_a_typed_error_for_a_trainer_only(tmp_path):
     with mounted_tmpfs(tmp_path / "fs", "1m") as path:
         (path / "3").mkdir()
@@ -125,6 +126,7 @@ def test_a_read_only_file_system_is_a_typed_error_for_a_trainer_only(tmp_path):
         assert Root.open(path, read_only=True).steps() == [3]
 
 
+@pytest.mark.processes
 def test_a_full_file_system_opens_once_leftovers_are_removed(tmp_path):
     with mounted_tmpfs(tmp_path / "fs", "256k") as path:
         leftover = path / "9.orbax-checkpoint-tmp"
@@ -136,6 +138,7 @@ def test_a_full_file_system_opens_once_leftovers_are_removed(tmp_path):
         assert not leftover.exists()
 
 
+@pytest.mark.processes
 def test_a_full_file_system_is_out_of_space(tmp_path):
     with mounted_tmpfs(tmp_path / "fs", "256k") as path:
         (path / "3").mkdir()

@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_meshes import STAGING, Job, P
+from job import Job
+from test_meshes import STAGING, P
 
 import deltackpt
 from deltackpt.reading import saves

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import command
 import google_crc32c
 import pytest
 from golden import make_golden
@@ -544,6 +545,7 @@ WITHOUT = (
 )
 
 
+@pytest.mark.processes
 def test_the_command_needs_neither_jax_nor_orbax_and_exits_0_where_all_is_well(written):
     found = run("verify", written["lossless"], program=WITHOUT)
     assert (found.returncode, found.stderr) == (0, "")
@@ -556,14 +558,14 @@ def test_the_command_names_damage_and_exits_1(written, tmp_path):
     shutil.copytree(written["lossy"], root)
     victim = chunk(root / "1")
     flip(victim, root)
-    found = run("verify", root)
+    found = command.run("verify", root)
     assert found.returncode == 1 and found.stderr == ""
     assert f"damaged: {victim.relative_to(root).as_posix()}: expected" in found.stdout
     assert "1 of 3 steps can be restored, 1 damaged object;" in found.stdout
-    told = json.loads(run("verify", root, "--json").stdout)
+    told = json.loads(command.run("verify", root, "--json").stdout)
     assert told["intact"] is False
     assert [step["restorable"] for step in told["steps"]] == [True, False, False]
     assert len(told["problems"]) == 1
-    assert run("verify", root, "--step", 0).returncode == 0
-    assert run("verify", tmp_path / "none").returncode == 1
-    assert run("verify").returncode == 2
+    assert command.run("verify", root, "--step", 0).returncode == 0
+    assert command.run("verify", tmp_path / "none").returncode == 1
+    assert command.run("verify").returncode == 2

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of several processes as threads, told apart by what ``deltackpt.processes`` answers.
+
+For tests that need several participants, none of which is killed and between which jax runs no
+collective; ``many.py`` starts real processes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from unittest import mock
+
+from deltackpt import processes
+from deltackpt.state import ownership
+
+#: Dealt out to the processes of a job, in order.
+DEVICES = 8
+
+
+def forget() -> None:
+    """Plans are kept by sharding; jobs of different tests deal out the devices differently."""
+    ownership._grid.cache_clear()
+    ownership._owned.cache_clear()
+    ownership._shared_rows.cache_clear()
+
+
+class Job:
+    """Several processes on eight devices."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.lock = threading.Lock()
+        self._here = threading.local()
+
+    @contextlib.contextmanager
+    def running(self):
+        forget()
+        with (
+            mock.patch.object(processes, "count", lambda: self.count),
+            mock.patch.object(processes, "index", lambda: getattr(self._here, "index", 0)),
+            mock.patch.object(processes, "of", lambda d: d.id * self.count // DEVICES),
+        ):
+            yield self
+        forget()
+
+    @contextlib.contextmanager
+    def process(self, index: int):
+        self._here.index = index
+        yield
+        self._here.index = 0
+
+    def on_each(self, call) -> list:
+        """What the call returns or raises on each process, all at once."""
+
+        def run(index: int):
+            with self.process(index):
+                try:
+                    return call(index)
+                except Exception as error:
+                    return error
+
+        with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(run, range(self.count)))
