@@ -736,7 +736,7 @@ def test_memory_of_another_owner_is_not_taken_for_it():
             MemoryReader(one_place)
     other.close()
     with pytest.raises(OSError, match="another machine"):
-        MemoryReader(memory.Place("elsewhere", os.getpid(), 3, "00"))
+        MemoryReader(memory.MemoryAddress("elsewhere", os.getpid(), 3, "00"))
 
 
 def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(tmp_path):
@@ -756,7 +756,7 @@ def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(t
     ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         machine, pid, descriptor, token = owner.stdout.readline().strip().split("|")
-        view = MemoryReader(memory.Place(machine, int(pid), int(descriptor), token))
+        view = MemoryReader(memory.MemoryAddress(machine, int(pid), int(descriptor), token))
         assert view.sequence == 2
         owner.stdin.write("\n")
         owner.stdin.flush()
@@ -766,7 +766,7 @@ def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(t
         owner.wait(HANG_SECS)
         assert (view.array(0, (4096,), np.dtype("u1")) == 7).all()
         with pytest.raises(OSError):
-            MemoryReader(memory.Place(machine, int(pid), int(descriptor), token))
+            MemoryReader(memory.MemoryAddress(machine, int(pid), int(descriptor), token))
 
 
 # Readers beside the writer.

@@ -45,7 +45,7 @@ from deltackpt.reading.targets import Targets
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import shards
 from deltackpt.standby.gate import Gate
-from deltackpt.standby.memory import Place, SharedMemory
+from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.storage.store import Spot
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
@@ -149,7 +149,7 @@ class Follower:
         return 0 if tables is None else tables.memory.nbytes
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemoryAddress | None:
         """Where processes of the same machine find the memory."""
         tables = self._tables
         return None if tables is None else tables.memory.place
