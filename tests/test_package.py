@@ -87,8 +87,8 @@ def test_looking_inside_a_directory_loads_no_jax_and_nothing_of_the_command_line
 
 def test_help_of_a_command_loads_no_jax():
     program = (
-        "import sys; from deltackpt.cli.__main__ import main\n"
-        "try: main(['ls', '--help'])\n"
+        "import sys; from deltackpt.cli import cli\n"
+        "try: cli(['ls', '--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('jax', 'orbax', 'ray') if m in sys.modules])"
     )
