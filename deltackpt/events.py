@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
@@ -21,6 +23,8 @@ from deltackpt.errors import DeltackptError, MissingExtra
 from deltackpt.format.manifest import Kind
 
 _logger = logging.getLogger(__name__)
+#: Where the files of deltackpt lie.
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +202,14 @@ class Sink(Protocol):
         ...
 
 
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns of the line outside of deltackpt that led here, whatever lies between."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
 def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
     """Logs an event as one line and hands it to the sinks.
 
@@ -231,11 +243,10 @@ def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
         try:
             sink.receive(event)
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"event sink {sink!r}: {type(error).__name__} at the {_name(event)} of step "
                 f"{event.step}: {error}; nothing else is affected",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

@@ -103,13 +103,10 @@ class CheckpointManager:
         self._verifier = TrackingVerifier()
         if not self.options.read_only:
             for error in exits.take_over(directory):
-                warnings.warn(
-                    f"another manager of this process was open on the directory: {error}",
-                    stacklevel=2,
-                )
+                events.warn(f"another manager of this process was open on the directory: {error}")
         self._run = Run.begin(directory, item, choice, self.options, sinks)
         self._root = self._run.root
-        self._saver = Saver(self._run, extra)
+        self._saver = Saver(self._run, extra, self)
         self._restorer = Restorer(self._run, extra, self._saver.engine)
         self._watch = None if self.options.read_only else exits.Watch(self._end, self._root.path)
         self._closed = False

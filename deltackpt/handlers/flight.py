@@ -88,9 +88,16 @@ class InFlight:
 class Background:
     """What Orbax's threads call in the course of the save in flight; see ``engine.Moments``."""
 
-    def __init__(self, run: Run):
-        """Nothing is in flight."""
+    def __init__(self, run: Run, owner: object):
+        """Nothing is in flight.
+
+        Args:
+          run: the manager's run.
+          owner: what must not go while these threads, which hold this, are at work: a manager that
+            goes says that its save is lost.
+        """
         self._run = run
+        self.owner = owner
         self.flight: InFlight | None = None
 
     def meet(self, *, key: str, timeout_ms: int) -> None:

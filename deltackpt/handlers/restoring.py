@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,13 +84,11 @@ class Restorer:
                 run.tell_failure("skip", step, error, began)
                 skipped.append((step, error))
                 if not isinstance(error, ForeignDirectory):
-                    warnings.warn(
-                        f"step {step} is skipped, it is not intact: {error}", stacklevel=3
-                    )
+                    events.warn(f"step {step} is skipped, it is not intact: {error}")
                 continue
             for foreign, error in skipped:
                 if isinstance(error, ForeignDirectory):
-                    warnings.warn(f"step {foreign} is skipped: {error}", stacklevel=3)
+                    events.warn(f"step {foreign} is skipped: {error}")
             return dataclasses.replace(result, skipped=tuple(skipped))
         if gone and not skipped:
             run.tell_failure("restore", gone[0][0], gone[0][1], started)
@@ -135,13 +132,13 @@ class Restorer:
             self._run.tell_failure("restore", step, error, started)
             raise
         merged = loaded.tables
-        self._tell(step, merged, started, found_at, read_at)
+        seconds = self._tell(step, merged, started, found_at, read_at)
         return ReadRows(
             step=step,
             tables=merged.fields,
             chain=tuple(info.save_id.step for info in merged.chain),
             bytes_read=merged.bytes_read,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
         )
 
     def _newest_but(self, skipped: set[int]) -> int | None:
@@ -188,7 +185,8 @@ class Restorer:
                 found.check_stays()
         if not run.options.read_only:
             self._go_on_from(found, merged, state, fresh, drawn)
-        result = Restored(
+        seconds = self._tell(step, merged, started, found_at, read_at)
+        return Restored(
             step=step,
             state=state,
             touched=fresh,
@@ -198,15 +196,16 @@ class Restorer:
             source=merged.source,
             service_error=loaded.problem,
             bytes_read=merged.bytes_read,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
         )
-        self._tell(step, merged, started, found_at, read_at)
-        return result
 
     def _tell(
         self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
-    ) -> None:
-        """Emits a restore that ends now; moments are of ``time.perf_counter()``."""
+    ) -> float:
+        """Emits a restore that ends now, and says how long it took, in seconds.
+
+        Moments are of ``time.perf_counter()``.
+        """
         now = time.perf_counter()
         event = events.RestoreEvent(
             step=step,
@@ -220,6 +219,7 @@ class Restorer:
             total_secs=now - started,
         )
         events.emit(event, self._run.sinks)
+        return event.total_secs
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:

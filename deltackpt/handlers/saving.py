@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,16 +53,17 @@ _REPORTS = 1000
 class Saver:
     """Starts saves and settles them; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler]):
+    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
         """Opens Orbax's manager.
 
         Args:
           run: the manager's run.
           extra: handlers of further items, by name.
+          owner: the manager, which is kept while a save is in flight.
         """
         self._run = run
         self._extra = extra
-        self._background = Background(run)
+        self._background = Background(run, owner)
         #: The step of a save that was put off.
         self.due: int | None = None
         self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
@@ -232,14 +232,13 @@ class Saver:
         assert isinstance(pending, PendingSave)
         step = pending.intent.save_id.step
         if pending.doubt is not None:
-            warnings.warn(f"step {step} is saved as a base, since {pending.doubt}", stacklevel=4)
+            events.warn(f"step {step} is saved as a base, since {pending.doubt}")
         elif pending.intent.stands_still and not self._told_stands_still:
             self._told_stands_still = True
-            warnings.warn(
+            events.warn(
                 f"step {step}: no TouchState has moved since the parent of this delta, which "
                 "therefore holds no row; if the tables did change, give save() the TouchState that "
-                "the training step returned (touched = touched.mark(touched, ids))",
-                stacklevel=4,
+                "the training step returned (touched = touched.mark(touched, ids))"
             )
 
     def _give_up(self, pending: PendingSave | RefusedSave) -> None:
@@ -320,7 +319,7 @@ class Saver:
             try:
                 run.root.collect(run.lineage.protected)
             except StorageError as error:
-                warnings.warn(f"what nothing needs could not be removed: {error}", stacklevel=4)
+                events.warn(f"what nothing needs could not be removed: {error}")
         elif not flight.told:
             run.tell_failure("save", flight.step, failure.cause, flight.started)
         return failure
@@ -329,7 +328,7 @@ class Saver:
         """A failed save does not stand in the way of a restore; it is logged."""
         failure = self.settle(self._run.options.timeouts.close_secs)
         if failure is not None:
-            warnings.warn(f"the save of step {failure.step} failed: {failure.cause}", stacklevel=3)
+            events.warn(f"the save of step {failure.step} failed: {failure.cause}")
 
     def _start_anew(self) -> None:
         if self._run.among.count == 1:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import collections
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from jax import tree_util
 
-from deltackpt import inspect
+from deltackpt import events, inspect
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, StorageError
 from deltackpt.handlers import dense
 from deltackpt.handlers.orbax_private import COMMIT_SUCCESS_FILE
@@ -105,12 +104,11 @@ def _tell_of_nnx(state: Any) -> None:
     """
     steps = {step for path, _ in tree_util.tree_leaves_with_path(state) for step in path}
     if any(isinstance(step, tree_util.DictKey) and isinstance(step.key, int) for step in steps):
-        warnings.warn(
+        events.warn(
             "export: found keys that are integers, as in a state of flax nnx, and stored their "
             "texts; to restore it there give nnx.to_pure_dict(state) as the template, and put what "
             "comes back into the state by nnx.replace_by_pure_dict(state, "
-            "nnx.restore_int_paths(restored))",
-            stacklevel=3,
+            "nnx.restore_int_paths(restored))"
         )
 
 

@@ -24,11 +24,11 @@ import os
 import re
 import threading
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     FencedError,
@@ -294,10 +294,9 @@ class Root:
             with self._lock:
                 self._known.pop(str(found), None)
         self._move_bases_aside(step, aside)
-        warnings.warn(
+        events.warn(
             f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
-            f"to {layout.ROLLED_BACK}/{run}",
-            stacklevel=4,
+            f"to {layout.ROLLED_BACK}/{run}"
         )
         return later
 

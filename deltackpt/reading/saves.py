@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ from typing import TypeVar
 import google_crc32c
 import numpy as np
 
+from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
@@ -354,10 +354,9 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
             other = _other_chain(saves, unusable)
             if other is None:
                 raise
-            warnings.warn(
+            events.warn(
                 f"step {saves[-1].info.step_dir}: reading it through {saves[0].name} failed "
-                f"({error}); it is read through {other[0].name} instead",
-                stacklevel=3,
+                f"({error}); it is read through {other[0].name} instead"
             )
             saves = other
     return read(saves)
@@ -407,10 +406,9 @@ def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[
             raise damaged[-1] from error
         raise
     for error in damaged:
-        warnings.warn(
+        events.warn(
             f"step {step_dir.name}: a compacted base in its chain is passed over, it is not "
-            f"intact: {error}",
-            stacklevel=4,
+            f"intact: {error}"
         )
     return tuple(saves[info.step_dir] for info in infos)
 

@@ -12,13 +12,13 @@ import collections
 import contextlib
 import dataclasses
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
 
+from deltackpt import events
 from deltackpt.errors import (
     TableSelectionError,
     TemplateMismatch,
@@ -242,11 +242,10 @@ def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
     _warned.add(tables)
     paths_of = {i: entry.path for entry, (_, i) in zip(plan.layout.dense, plan.dense, strict=True)}
     names = paths.listed(path_name(paths_of[i]) for i in plan.dense_slots)
-    warnings.warn(
+    events.warn(
         f"{nbytes / 1e6:.1f} MB of slots go whole into each save, since Tables(slots=...) names "
         f"other slots of their tables, or none:\n{names}\nleave slots out, so that they are "
-        "found, or name each of them",
-        stacklevel=7,
+        "found, or name each of them"
     )
 
 

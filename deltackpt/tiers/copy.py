@@ -26,10 +26,10 @@ import re
 import threading
 import time
 import urllib.parse
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
@@ -182,10 +182,9 @@ def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) 
             except RestoreError:
                 raise error from None
             target.discard(base)
-            warnings.warn(
+            events.warn(
                 f"{source.name}/{base.name} is not copied, it is damaged ({error}); the saves that "
-                "it stands for are copied instead",
-                stacklevel=3,
+                "it stands for are copied instead"
             )
     try:
         _units(target, steps, set())

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from deltackpt import inspect, processes
+from deltackpt import events, inspect, processes
 from deltackpt.errors import (
     FencedError,
     NoIntactStep,
@@ -501,7 +500,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             self._at = at
         if failure is not None:
             outcome = "process 0 has committed it" if committed else "it is saved anew"
-            warnings.warn(f"{failure}; {outcome}", stacklevel=3)
+            events.warn(f"{failure}; {outcome}")
         return committed
 
     def _wait(self, writer: CheckpointManager) -> None:
@@ -519,7 +518,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if not _handles_exception():
             raise failure
         self._wait(writer)
-        warnings.warn(str(failure), stacklevel=3)
+        events.warn(str(failure))
 
     def _saved_form(
         self, train_state: Any, transformation_fns: Sequence[Callable[..., Any]]
@@ -551,11 +550,10 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         """Leaves of a step of this run, from which the manager that saves goes on."""
         step, newest, later = self._processes.of_first("choosing a step", lambda: self._goal(step))
         if later:
-            warnings.warn(
+            events.warn(
                 f"{self._links.model_dir}: going back to step {step}, the newest with a "
                 f"checkpoint_<step>; the later steps {later} have none, the next save moves them "
-                "aside",
-                stacklevel=3,
+                "aside"
             )
         stored = self._newest_leaves() if newest else self._stored_leaves(step)
         chosen = self._model.chosen(stored, transformation_fns)
@@ -573,10 +571,9 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if restored is None:
             raise NoIntactStep(f"{self._links.root}: expected a committed step, found none")
         if restored.step != step:
-            warnings.warn(
+            events.warn(
                 f"checkpoint_{step} in {self._links.model_dir} is not the newest intact step; "
-                f"going on from step {restored.step}",
-                stacklevel=3,
+                f"going on from step {restored.step}"
             )
         self._at = restored.step
         return taken(chosen, stored, flat(restored.state))
@@ -621,9 +618,8 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
         found = self._processes.of_first("choosing a step", committed)
         if found != step:
-            warnings.warn(
-                f"checkpoint_{step} in {links.model_dir} is not committed; reading step {found}",
-                stacklevel=3,
+            events.warn(
+                f"checkpoint_{step} in {links.model_dir} is not committed; reading step {found}"
             )
         return found
 
