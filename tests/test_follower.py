@@ -36,8 +36,8 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.reading import reader, removal, saves
 from deltackpt.reading.saves import StoredPart
+from deltackpt.standby import difference, gate, memory, shards
 from deltackpt.standby import follower as follower_module
-from deltackpt.standby import gate, memory, shards
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import MemoryReader, SharedMemory
@@ -417,7 +417,7 @@ def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
 ):
     monkeypatch.setattr(follower_module, "_LEAST_STAGING_BYTES", 1)
     monkeypatch.setattr(follower_module, "_STAGING_SHARE", 1e-6)
-    monkeypatch.setattr(follower_module, "_COMPARED_BYTES", 64)
+    monkeypatch.setattr(difference, "_COMPARED_BYTES", 64)
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
