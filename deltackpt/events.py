@@ -20,36 +20,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 from deltackpt.errors import DeltackptError, MissingExtra
+from deltackpt.format.figures import TableFigures as TableFigures
 from deltackpt.format.manifest import Kind
 
 _logger = logging.getLogger(__name__)
 #: Where the files of deltackpt lie.
 _PACKAGE = os.path.dirname(__file__) + os.sep
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableFigures:
-    """One field of one table in a save.
-
-    Attributes:
-      table: the table.
-      field: ``values`` or ``slot.<name>``.
-      codec: how its rows were stored.
-      reason: why so.
-      rows: rows written.
-      nbytes: their bytes on disk.
-      ratio: ``nbytes`` over the bytes of these rows unencoded.
-      relative_error: norm of what decoding changes over the norm of the rows; 0 where lossless.
-    """
-
-    table: str
-    field: str
-    codec: str
-    reason: str
-    rows: int
-    nbytes: int
-    ratio: float
-    relative_error: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -112,3 +112,54 @@ def test_what_is_wrong_and_what_is_intact_is_named(spoil, match):
     with pytest.raises(BrokenChain, match=match) as caught:
         chain.restore_chain(spoilt["3"], spoilt)
     assert "newest intact step is" in str(caught.value)
+
+
+# --- walk ------------------------------------------------------------------------------------
+
+
+def test_a_walk_goes_from_a_save_to_its_base() -> None:
+    by_dir = {str(s.save_id.step): s for s in (save(1), save(2, 1), save(3, 2))}
+    found = chain.walk(by_dir["3"], lambda parent: by_dir.get(parent.step_dir))
+    assert [s.save_id.step for s in found] == [3, 2, 1]
+
+
+def test_a_walk_of_a_base_asks_for_nothing() -> None:
+    def find(parent: ParentRef) -> SaveInfo:
+        raise AssertionError(parent)
+
+    assert list(chain.walk(save(1), find)) == [save(1)]
+
+
+def test_a_walk_ends_where_a_parent_is_missing() -> None:
+    assert list(chain.walk(save(3, 2), lambda parent: None)) == [save(3, 2)]
+
+
+def test_a_walk_asks_for_a_parent_once_its_child_was_taken_up() -> None:
+    events: list[object] = []
+
+    def find(parent: ParentRef) -> SaveInfo:
+        events.append(parent.step_dir)
+        return save(1)
+
+    for found in chain.walk(save(2, 1), find):
+        events.append(found.save_id.step)
+    assert events == [2, "1", 1]
+
+
+def test_a_walk_ends_though_parents_form_a_circle() -> None:
+    by_dir = {"2": save(2, 3), "3": save(3, 2)}
+    found = chain.walk(by_dir["3"], lambda parent: by_dir.get(parent.step_dir))
+    assert [s.save_id.step for s in found] == [3, 2]
+
+
+def test_a_walk_tells_what_stands_there_even_if_it_is_another_save() -> None:
+    other = save(1, run="other")
+    assert list(chain.walk(save(2, 1), lambda parent: other)) == [save(2, 1), other]
+
+
+def test_a_walk_passes_on_what_finding_raises() -> None:
+    def find(parent: ParentRef) -> SaveInfo:
+        raise BrokenChain(parent.step_dir)
+
+    with pytest.raises(BrokenChain, match="1"):
+        list(chain.walk(save(2, 1), find))

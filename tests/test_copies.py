@@ -208,7 +208,7 @@ def test_a_copy_that_is_killed_shows_nothing_half_and_goes_on(store, run, server
     where = bucket if store == "ObjectStore" else str(tmp_path / "target")
     program = (
         "import os, signal, sys\n"
-        "from deltackpt import copies\n"
+        "from deltackpt.tiers import copy as copies\n"
         f"kind = copies.{store}\n"
         "real, left = kind.{name}, int(sys.argv[1])\n"
         "def counted(self, *args, **kwargs):\n"

@@ -10,6 +10,7 @@ import pytest
 from store_suite import MemoryStore, StoreSuite
 
 from deltackpt.errors import OutOfSpace, StorageError
+from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import FileStore, Missing, Spot, spot
 
 
@@ -17,6 +18,16 @@ class TestMemoryStore(StoreSuite):
     @staticmethod
     def make(tmp_path_factory):
         return MemoryStore()
+
+
+class TestKvStore(StoreSuite):
+    @staticmethod
+    def make(tmp_path_factory):
+        return KvStore({"driver": "memory"}, "memory://")
+
+    def test_a_store_that_cannot_be_opened_is_named(self):
+        with pytest.raises(StorageError, match="nowhere://: expected to open it"):
+            KvStore({"driver": "nowhere"}, "nowhere://")
 
 
 class TestFileStore(StoreSuite):

@@ -7,7 +7,7 @@ Pure functions over what manifests say: no I/O, no jax.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from deltackpt.errors import BrokenChain, Damaged
 from deltackpt.format.manifest import Kind, Manifest, ParentRef, SaveId
@@ -41,6 +41,27 @@ class SaveInfo:
             step_dir=step_dir,
             nbytes=head.nbytes,
         )
+
+
+def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iterator[SaveInfo]:
+    """A save and its parents, newest first, as far as they are found.
+
+    What is found is not judged: it may be another save than the one that was named, which
+    ``restore_chain`` says. A directory that was passed is not entered again, so the walk ends
+    whatever the records say.
+
+    Args:
+      target: where to begin.
+      find: what stands where a save names its parent, None where nothing does. It is asked after
+        the save that names it was taken up.
+    """
+    passed: set[str] = set()
+    save: SaveInfo | None = target
+    while save is not None:
+        passed.add(save.step_dir)
+        yield save
+        parent = save.parent
+        save = None if parent is None or parent.step_dir in passed else find(parent)
 
 
 def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[SaveInfo, ...]:
@@ -146,13 +167,13 @@ def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveIn
 
     Steps descend along a chain, so the walk ends.
     """
-    chain = [target]
-    while True:
-        save = chain[-1]
+    chain: list[SaveInfo] = []
+    for save in walk(target, lambda parent: by_dir.get(parent.step_dir)):
+        chain.append(save)
         problem = _own_problem(save) or _parent_problem(save, by_dir)
-        if problem is not None or save.parent is None:
+        if problem is not None:
             return chain, problem
-        chain.append(by_dir[save.parent.step_dir])
+    return chain, None
 
 
 def _own_problem(save: SaveInfo) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import urllib.parse
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -16,10 +15,11 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import FormatTooNew
-from deltackpt.format import blocks, records
+from deltackpt.format import blocks, dtypes, records
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.records import FORMAT_VERSION as FORMAT_VERSION
 from deltackpt.format.records import Unsound
+from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 _MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
@@ -29,22 +29,8 @@ ENCODINGS = "encodings"
 #: Needed by what several processes wrote: only process 0's manifest says what the tables are.
 PARTS = "parts"
 
-#: Core dtypes of Zarr v3, which hold all others.
-STORED_DTYPES = frozenset(
-    (
-        "bool",
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-)
-#: Steps, rows and bytes are counted by signed numbers of 64 bits.
-MOST = (1 << 63) - 1
+#: Kinds of the steps of a key path.
 _PATH_KINDS = ("dict", "seq", "attr", "flat")
-#: Most axes of an array, as numpy has it.
-MOST_AXES = 32
-#: Most bytes of a name that is, or becomes, a component of a path.
-_NAME_BYTES = 255
-
 Kind = Literal["base", "delta"]
 #: One typed step of a key path: ("dict", key), ("seq", index), ("attr", name) or ("flat", index).
 KeyEntry = tuple[str, str | int]
@@ -93,6 +79,11 @@ class FieldSpec:
     codec: str = "raw"
     always: bool = False
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, unencoded."""
+        return math.prod(self.trailing) * dtypes.dtype_of(self.dtype).itemsize
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEntry:
@@ -106,6 +97,11 @@ class GroupEntry:
     def width(self) -> int:
         """Columns of the tables."""
         return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all fields, unencoded."""
+        return sum(spec.row_bytes for spec in self.fields)
 
     def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
         """All columns of a field; None where it is not as wide as the tables: it is never split."""
@@ -233,6 +229,11 @@ class Layout:
     tables: tuple[TableEntry, ...]
     dense: tuple[DenseLeaf, ...]
     tracking_paths: tuple[KeyPath, ...]
+
+    @property
+    def group_by_name(self) -> dict[str, GroupEntry]:
+        """Groups by name."""
+        return {group.name: group for group in self.groups}
 
     def has_rows_of(self, other: Layout) -> bool:
         """Whether the tables and slots of another layout are those of this one, by their names.
@@ -426,25 +427,6 @@ def _check_features(fields: dict[str, Any], name: str) -> None:
         )
 
 
-def require(holds: bool, expected: str, found: object, place: str = "") -> None:
-    """Checks something that a record says.
-
-    Raises:
-      Unsound: it does not hold.
-    """
-    if not holds:
-        raise Unsound(expected, found, place)
-
-
-def is_name(name: str) -> bool:
-    """Whether a text is one component of a path: no name of a record leads out of its save."""
-    return (
-        0 < len(name.encode()) <= _NAME_BYTES
-        and name not in (".", "..")
-        and not {"/", "\0"}.intersection(name)
-    )
-
-
 def _check(record: Manifest) -> None:
     """Checks what a manifest says by itself; ``bounds`` checks it against its groups.
 
@@ -465,7 +447,7 @@ def _check(record: Manifest) -> None:
         require(all(_is_key(*entry) for entry in path), "a key path", path)
     for number, segment in enumerate(record.segments):
         try:
-            _check_segment(segment)
+            check_segment(segment)
         except Unsound as error:
             raise error.within(f"segments[{number}]") from None
 
@@ -483,28 +465,3 @@ def _is_key(kind: str, key: str | int) -> bool:
     if kind == "seq":
         return type(key) is int and key >= 0
     return kind in _PATH_KINDS
-
-
-def _check_segment(segment: Segment) -> None:
-    require(is_name(segment.name), "the name of a directory", segment.name, "name")
-    require(segment.count <= MOST, f"at most {MOST}", segment.count, "count")
-    if segment.ranges is not None:
-        bounds = [bound for span in segment.ranges for bound in span]
-        require(bounds == sorted(bounds), "ascending ranges", segment.ranges, "ranges")
-    for entry in segment.arrays:
-        try:
-            _check_array(entry)
-        except Unsound as error:
-            raise error.within(f"arrays.{records.shown(entry.name)}") from None
-
-
-def _check_array(entry: ArrayEntry) -> None:
-    directory = urllib.parse.quote(entry.name, safe="")
-    require(is_name(directory), "the name of a directory", entry.name, "name")
-    require(entry.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", entry.dtype, "dtype")
-    require(0 < len(entry.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", entry.shape, "shape")
-    require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
-    # A chunk may have room for more rows than there are.
-    rows = max(entry.chunk_rows, entry.shape[0])
-    nbytes = math.prod((rows, *entry.shape[1:])) * np.dtype(entry.dtype).itemsize
-    require(nbytes <= MOST and rows <= MOST, f"at most {MOST} bytes", entry.shape, "shape")

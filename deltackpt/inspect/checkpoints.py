@@ -22,6 +22,7 @@ from deltackpt.errors import (
 from deltackpt.events import TableFigures
 from deltackpt.format import blocks
 from deltackpt.format import names as layout
+from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import Kind, SaveId
 from deltackpt.inspect import changes, history, html
 from deltackpt.inspect.changes import Diff
@@ -30,7 +31,6 @@ from deltackpt.inspect.lazy import RowNumbers, Saves
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.directory import Root, find_item
 from deltackpt.reading import saves as stored
-from deltackpt.reading.figures import table_figures
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp

@@ -119,7 +119,7 @@ class Step:
     @functools.cached_property
     def tables(self) -> Mapping[str, Table]:
         """The tables by name."""
-        groups = {group.name: group for group in self._saves.layout.groups}
+        groups = self._saves.layout.group_by_name
         return MappingProxyType(
             {
                 table.name: Table(self._saves, table, groups[table.group].fields)

@@ -25,9 +25,9 @@ from deltackpt.format.manifest import (
     Layout,
     Manifest,
     Segment,
-    require,
 )
 from deltackpt.format.records import Unsound
+from deltackpt.format.soundness import MOST, MOST_AXES, require
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
@@ -183,12 +183,12 @@ def _check_groups(head: Manifest, name: str) -> None:
             row_bytes += max(1, math.prod(spec.trailing)) * itemsize
         require(group.width > 0, "a column or more", group.width, f"{place}.{blocks.VALUES}")
         nbytes = group.rows * row_bytes
-        require(nbytes <= manifest.MOST, f"at most {manifest.MOST} bytes", nbytes, place)
+        require(nbytes <= MOST, f"at most {MOST} bytes", nbytes, place)
 
 
 def _check_spec(spec: FieldSpec, name: str, place: str) -> None:
     require(spec.dtype in codecs.DTYPES, f"one of {sorted(codecs.DTYPES)}", spec.dtype, place)
-    require(len(spec.trailing) < manifest.MOST_AXES, "fewer axes", spec.trailing, place)
+    require(len(spec.trailing) < MOST_AXES, "fewer axes", spec.trailing, place)
     _check_codec(spec, name)
 
 

@@ -34,6 +34,7 @@ from deltackpt.format.manifest import (
     GroupEntry,
     Layout,
     Manifest,
+    ParentRef,
     SaveId,
     Segment,
 )
@@ -388,19 +389,21 @@ def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[
 
     saves: dict[str, StoredSave] = {}
     own = read_save(step_dir, item)
-    target = current = compacted(step_dir, own.info.save_id) or own
+    target = compacted(step_dir, own.info.save_id) or own
+    saves[target.step_dir.name] = target
+
+    def find(parent: ParentRef) -> SaveInfo | None:
+        where = step_dir.parent / parent.step_dir
+        try:
+            found = compacted(where, parent.save_id) or read_save(where, item)
+        except StepNotFound:
+            return None  # restore_chain names what is missing.
+        saves[parent.step_dir] = found
+        return found.info
+
+    by_dir = {info.step_dir: info for info in chain.walk(target.info, find)}
     try:
-        while True:
-            saves[current.step_dir.name] = current
-            parent = current.info.parent
-            if parent is None or parent.step_dir in saves:
-                break
-            where = step_dir.parent / parent.step_dir
-            current = compacted(where, parent.save_id) or read_save(where, item)
-    except StepNotFound:
-        pass  # restore_chain names what is missing.
-    try:
-        infos = chain.restore_chain(target.info, {name: save.info for name, save in saves.items()})
+        infos = chain.restore_chain(target.info, by_dir)
     except BrokenChain as error:
         if damaged:
             raise damaged[-1] from error

@@ -32,7 +32,7 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
       TemplateMismatch: there is no such table, or it has fewer rows.
     """
     tables = {table.name: table for table in target.tables}
-    groups = {group.name: group for group in target.groups}
+    groups = target.group_by_name
     found: dict[str, dict[str, list[Box]]] = {}
     for asked, span in rows.items():
         name = globs.meant(asked, tables, TemplateMismatch)
@@ -68,7 +68,7 @@ def empty_buffers(
     """
     if wanted is None:
         wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
-    groups = {group.name: group for group in target.groups}
+    groups = target.group_by_name
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
     targets = []
     for table in target.tables:

@@ -57,7 +57,7 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
 
 def abstract_of(save: StoredSave) -> AbstractEmbeddings:
     """Shapes and dtypes of a step's tables and slots."""
-    groups = {group.name: group for group in save.layout.groups}
+    groups = save.layout.group_by_name
     return AbstractEmbeddings(
         tables={
             table.name: {
@@ -241,7 +241,7 @@ def _leaf_of(name: tuple[str, str], target: Layout) -> KeyPath | None:
 
 def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:
     """Table and field to rows, shape of a row, and dtype."""
-    groups = {group.name: group for group in target.groups}
+    groups = target.group_by_name
     return {
         (table.name, spec.name): (table.rows, spec.trailing, spec.dtype)
         for table in target.tables

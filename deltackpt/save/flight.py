@@ -11,15 +11,14 @@ any more.
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import time
 from pathlib import Path
 
-from deltackpt import codecs, events
+from deltackpt import events
 from deltackpt.errors import TrackingError
+from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import GroupEntry
-from deltackpt.reading.figures import table_figures
 from deltackpt.resources.staging import Staging
 from deltackpt.save import part
 from deltackpt.save.lineage import Intent, Lineage
@@ -228,8 +227,4 @@ class RefusedSave:
 
 def base_bytes(groups: tuple[GroupEntry, ...]) -> int:
     """Bytes that all rows of all fields take unencoded."""
-    return sum(
-        group.rows * math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize
-        for group in groups
-        for spec in group.fields
-    )
+    return sum(group.rows * group.row_bytes for group in groups)

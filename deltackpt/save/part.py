@@ -77,7 +77,7 @@ def write_segments(
       ErrorBudgetExceeded: a codec would exceed the user's bound, who refuses wider ones.
       StorageError: the store refused.
     """
-    groups = {group.name: group for group in plan.layout.groups}
+    groups = plan.layout.group_by_name
     with (
         concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool,
         concurrent.futures.ThreadPoolExecutor(_ENCODERS, "deltackpt-encode") as encoders,

@@ -58,7 +58,7 @@ class Region(NamedTuple):
 
 def regions(target: Layout, shard: int, shards: int) -> tuple[Region, ...]:
     """What a member holds, in the order of its memory; regions without rows are left out."""
-    groups = {group.name: group for group in target.groups}
+    groups = target.group_by_name
     found: list[Region] = []
     offset = 0
     for table in target.tables:

@@ -32,7 +32,7 @@ from deltackpt.storage.arrays import ChunkSums
 from deltackpt.storage.store import Spot, spot
 
 _MAGIC = "deltackpt.digests"
-#: Paths whose components are names, as ``manifest.is_name`` has it.
+#: Paths whose components are names, as ``soundness.is_name`` has it.
 _INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _READ_BYTES = 4 << 20
 _TAIL_BYTES = 4

@@ -43,7 +43,7 @@ from deltackpt.errors import (
 from deltackpt.format import chain
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.reading.reader import Progress
 from deltackpt.storage.digests import Digest
 from deltackpt.tiers.directory import Directory
@@ -394,29 +394,31 @@ def _chain_units(source: Place, step_dir: str, unusable: Collection[Unit]) -> di
 def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
     """The units of the chain of a step."""
     units = {Unit(own.step_dir): own.save_id}
-    target = current = own
+
+    def held(save: SaveInfo) -> SaveInfo:
+        base = _base(source, save.step_dir, save.save_id, unusable)
+        if base is None:
+            units[Unit(save.step_dir)] = save.save_id
+            return save
+        units[Unit(base.step_dir, source.item)] = base.save_id
+        return base
+
+    def find(parent: ParentRef) -> SaveInfo | None:
+        below = _base(source, parent.step_dir, parent.save_id, unusable)
+        below = below or source.info(Unit(parent.step_dir))
+        return None if below is None else held(below)  # restore_chain names what is missing.
+
+    target = held(own)
     saves: dict[str, SaveInfo] = {}
-    while True:
-        base = _base(source, current.step_dir, current.save_id, unusable)
-        if base is not None:
-            units[Unit(base.step_dir, source.item)] = base.save_id
-            target = base if current is target else target
-            current = base
-        else:
-            units[Unit(current.step_dir)] = current.save_id
-        saves[current.step_dir] = current
-        parent = current.parent
+    for save in chain.walk(target, find):
+        saves[save.step_dir] = save
+        parent = save.parent
         if parent is None or parent.step_dir in saves:
             break
         if layout.step_number(parent.step_dir) is None:
             raise Damaged(
-                f"{source.name}/{current.step_dir}", "a step as its parent", repr(parent.step_dir)
+                f"{source.name}/{save.step_dir}", "a step as its parent", repr(parent.step_dir)
             )
-        below = _base(source, parent.step_dir, parent.save_id, unusable)
-        below = below or source.info(Unit(parent.step_dir))
-        if below is None:
-            break  # restore_chain names what is missing.
-        current = below
     chain.restore_chain(target, saves)
     return units
 

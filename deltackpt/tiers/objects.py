@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import tensorstore as ts
 
 from deltackpt.errors import (
     Damaged,
-    StorageError,
 )
 from deltackpt.format import manifest
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.store import Exists, Missing, Store
 from deltackpt.tiers.places import (
     OTHER_COPY,
     Unit,
@@ -29,13 +28,12 @@ from deltackpt.tiers.places import (
 
 
 class ObjectStore:
-    """Units in a key-value store of TensorStore: S3, Google Cloud Storage and others."""
+    """Units in a Store of TensorStore: S3, Google Cloud Storage and others."""
 
     def __init__(self, spec: str | Mapping[str, Any], name: str, item: str):
         self.name = name.rstrip("/")
         self.item = item
-        with self._refusals("open it"):
-            self._store: Any = ts.KvStore.open(spec).result()
+        self._store: Store = KvStore(spec, self.name)
 
     def __enter__(self) -> ObjectStore:
         """Nothing needs to be held: whoever else copies a save writes the same objects.
@@ -49,7 +47,7 @@ class ObjectStore:
 
     def steps(self) -> list[int]:
         """See ``Place``."""
-        names = [key.removesuffix(".msgpack") for key in self._keys(f"{layout.COPIED}/")]
+        names = [key.removesuffix(".msgpack") for key in self._keys(layout.COPIED)]
         return [int(name) for name in names if layout.step_number(name) is not None]
 
     def in_use(self) -> str | None:
@@ -98,7 +96,7 @@ class ObjectStore:
         head = head_name(unit, self.item)
         if head not in marker or marker[head][:3] != expected[head][:3]:
             raise differs(f"{self.name}/{unit.name}", "the marker of another save")
-        present = self._keys(f"{unit.name}/")
+        present = self._keys(unit.name)
         whole = all(name in present for name in expected) and {
             name: digest[:3] for name, digest in expected.items()
         } == {name: digest[:3] for name, digest in marker.items()}
@@ -108,16 +106,12 @@ class ObjectStore:
 
     def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``; the name is claimed before any object is written."""
-        key = f"{layout.COPIED}/{unit.name}.claim"
-        with self._refusals(f"write {key}"):
-            found = self._store.read(key).result()
-            if found.state != "value":
-                # Of two that come at the same moment one is refused, and reads the other's.
-                claim = self._claim(unit, expected)
-                self._store.write(key, claim, if_equal=found.stamp.generation).result()
+        # Of two that come at the same moment one is refused, and reads the other's.
+        with contextlib.suppress(Exists):
+            claim = self._claim(unit, expected)
+            self._store.put(f"{layout.COPIED}/{unit.name}.claim", claim, absent=True)
         self._require_claim(unit, expected)
-        with self._refusals(f"delete the marker of {unit.name}"):
-            self._store.write(self._marker_key(unit), None).result()
+        self._store.delete([self._marker_key(unit)])
 
     def discard(self, unit: Unit) -> None:
         """See ``Place``: objects without a marker are none."""
@@ -128,12 +122,13 @@ class ObjectStore:
 
     def write(self, unit: Unit, name: str, data: bytes) -> None:
         """See ``Place``."""
-        self._put(f"{unit.name}/{name}", data)
+        self._store.put(f"{unit.name}/{name}", data)
 
     def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``."""
         self._require_claim(unit, expected)
-        self._put(self._marker_key(unit), integrity.digests_bytes(Digests.of(expected)))
+        marker = integrity.digests_bytes(Digests.of(expected))
+        self._store.put(self._marker_key(unit), marker)
 
     def _claim(self, unit: Unit, expected: Mapping[str, Digest]) -> bytes:
         """What says which save a name belongs to: the digest of its first manifest."""
@@ -161,30 +156,14 @@ class ObjectStore:
         return {name: found.digest(name) for name in found.files}
 
     def _get(self, key: str) -> bytes | None:
-        with self._refusals(f"read {key}"):
-            found = self._store.read(key).result()
-        return bytes(found.value) if found.state == "value" else None
-
-    def _put(self, key: str, data: bytes) -> None:
-        with self._refusals(f"write {key}"):
-            self._store.write(key, data).result()
-
-    def _keys(self, prefix: str) -> set[str]:
-        """Keys that begin so, without the beginning."""
-        stop = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        with self._refusals(f"list {prefix}"):
-            found = self._store.list(ts.KvStore.KeyRange(prefix, stop)).result()
-        return {key.decode().removeprefix(prefix) for key in found}
-
-    @contextlib.contextmanager
-    def _refusals(self, action: str) -> Iterator[None]:
         try:
-            yield
-        except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
-            raise StorageError(
-                f"{self.name}: expected to {action}, found: {str(error).splitlines()[0]}; check "
-                "the URL, the endpoint and the credentials, then copy again"
-            ) from error
+            return self._store.get(key)
+        except Missing:
+            return None
+
+    def _keys(self, folder: str) -> set[str]:
+        """Keys below a folder, as seen from it."""
+        return {key.removeprefix(f"{folder}/") for key in self._store.keys(folder)}
 
 
 def folder_of(spec: Mapping[str, Any]) -> dict[str, Any]:

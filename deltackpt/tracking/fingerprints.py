@@ -82,7 +82,7 @@ def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
 
 def _hashed_slots(layout: Layout) -> dict[str, list[str]]:
     """Slots that a fingerprint covers, by table name: those that are not ``always`` written."""
-    groups = {group.name: group for group in layout.groups}
+    groups = layout.group_by_name
     return {
         table.name: [
             spec.name

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -180,7 +179,7 @@ def _plan(
     chain = tuple(_save_plan(save, sizes[save.name]) for save in saves)
     tables_secs, sampled, share = _sampled(saves)
     groups = saves[-1].layout.groups
-    nbytes = sum(group.rows * _row_bytes(group) for group in groups)
+    nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
         step=step,
         chain=chain,
@@ -244,7 +243,7 @@ def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
 def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> Iterator[TablePlan]:
     """The tables of a step, each with what the chain holds of it."""
     target = saves[-1].layout
-    groups = {group.name: group for group in target.groups}
+    groups = target.group_by_name
     nbytes: dict[str, float] = collections.defaultdict(float)
     rows: dict[str, int] = collections.Counter()
     for save in saves:
@@ -263,7 +262,7 @@ def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> It
             rows=table.rows,
             rows_read=rows[table.name],
             bytes_read=round(nbytes[table.name]),
-            memory_bytes=table.rows * _row_bytes(groups[table.group]),
+            memory_bytes=table.rows * groups[table.group].row_bytes,
         )
 
 
@@ -391,7 +390,7 @@ def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared
     rows = _first_rows(part, segment)
     seconds = time.perf_counter() - started
     first = reader.reach(rows)[0]
-    most = max(1, _WINDOW_BYTES // max(1, sum(map(_spec_bytes, specs))))
+    most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
     rows = rows[blocks.row_slice(rows, first, first + most)]
     span = reader.reach(rows)
     targets = Targets([_target(group, spec, span, segment) for spec in specs], save.layout)
@@ -422,11 +421,3 @@ def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) ->
 def _field_bytes(segment: Segment) -> int:
     """Stored bytes of the fields of a segment, before any compression; as ``reader`` counts."""
     return sum(entry.nbytes for entry in segment.arrays if entry.name != names.GAPS)
-
-
-def _spec_bytes(spec: FieldSpec) -> int:
-    return math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize
-
-
-def _row_bytes(group: GroupEntry) -> int:
-    return sum(map(_spec_bytes, group.fields))

@@ -42,7 +42,7 @@ from deltackpt.storage.parts import (
     StoredSegment,
     WrittenPart,
 )
-from deltackpt.upkeep.plan import Plan, chain, field_bytes, row_bytes, standing
+from deltackpt.upkeep.plan import Plan, chain, standing
 from deltackpt.upkeep.row_numbers import RowNumbers
 
 #: Least memory of a worker besides that for compressed chunks: smaller windows would crawl.
@@ -224,10 +224,10 @@ class _Fold:
         numbers = RowNumbers()
         scratch = Staging(2 * arrays.CHUNK_BYTES)
         rows = {
-            spec.name: min(max(1, budget.window_bytes // field_bytes(spec)), span[1] - span[0])
+            spec.name: min(max(1, budget.window_bytes // max(1, spec.row_bytes)), span[1] - span[0])
             for spec in group.fields
         }
-        nbytes = max(rows[spec.name] * field_bytes(spec) for spec in group.fields)
+        nbytes = max(rows[spec.name] * spec.row_bytes for spec in group.fields)
         buffer = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
         for stretch in self._stretches(window, budget):
             numbers.move(stretch)
@@ -261,7 +261,7 @@ class _Fold:
         self._done += nbytes
         if self._progress is not None:
             total = sum(
-                (span[1] - span[0]) * row_bytes(self._groups[name])
+                (span[1] - span[0]) * self._groups[name].row_bytes
                 for name, span in self._plan.parts[self._number]
             )
             self._progress(self._done, total)
@@ -347,7 +347,7 @@ class _FieldWriter:
         (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
         count = span[1] - span[0]
         # Equal chunks: a last one that is cut short would still be stored at full length.
-        chunks = max(1, -(-count * field_bytes(spec) // budget.chunk_bytes))
+        chunks = max(1, -(-count * spec.row_bytes // budget.chunk_bytes))
         self._entry = arrays.array_entry(
             spec.name,
             (count, *array.trailing),

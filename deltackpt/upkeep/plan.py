@@ -13,11 +13,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import FieldSpec, GroupEntry, SaveId
+from deltackpt.format.manifest import GroupEntry, SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
@@ -94,7 +93,7 @@ def plan(
     if len(found) == 1:
         return None
     groups = found[-1].layout.groups
-    nbytes = sum(group.rows * row_bytes(group) for group in groups)
+    nbytes = sum(group.rows * group.row_bytes for group in groups)
     count = parts * max(1, math.ceil(nbytes / (parts * _PART_BYTES)))
     return Plan(
         directory=directory,
@@ -130,10 +129,10 @@ def _divided(
     groups: Sequence[GroupEntry], nbytes: int, count: int
 ) -> tuple[tuple[tuple[str, Span], ...], ...]:
     """All rows, cut into parts of nearly equal bytes; without parts that hold nothing."""
-    starts = [0, *itertools.accumulate(group.rows * row_bytes(group) for group in groups)]
+    starts = [0, *itertools.accumulate(group.rows * group.row_bytes for group in groups)]
 
     def row(group: GroupEntry, start: int, at: int) -> int:
-        return min(max(0, at - start) // row_bytes(group), group.rows)
+        return min(max(0, at - start) // group.row_bytes, group.rows)
 
     parts = []
     for number in range(count):
@@ -144,13 +143,3 @@ def _divided(
         )
         parts.append(tuple((name, span) for name, span in spans if span[0] < span[1]))
     return tuple(part for part in parts if part) or ((),)
-
-
-def field_bytes(spec: FieldSpec) -> int:
-    """Bytes of one row of a field, unencoded; 1 where it has none."""
-    return max(1, math.prod(spec.trailing) * codecs.dtype_of(spec.dtype).itemsize)
-
-
-def row_bytes(group: GroupEntry) -> int:
-    """Bytes of one row of all fields of a group, unencoded."""
-    return sum(field_bytes(spec) for spec in group.fields)

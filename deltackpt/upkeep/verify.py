@@ -30,7 +30,7 @@ from deltackpt.errors import (
 from deltackpt.format import chain
 from deltackpt.format import names as layout
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import Manifest, SaveId
+from deltackpt.format.manifest import Manifest, ParentRef, SaveId
 from deltackpt.ledger import directory as root
 from deltackpt.ledger import lease, leftovers
 from deltackpt.reading import inventory
@@ -349,27 +349,26 @@ class _Audit:
         ):
             return StepVerdict(step=step, restorable=False, broken_by=(str(step),))
         broken: list[str] = []
-        saves: dict[str, SaveInfo] = {}
         names: list[str] = []
-        target = current = info
-        while True:
-            held = self._intact(current, broken)
+
+        def intact(save: SaveInfo) -> SaveInfo | None:
+            held = self._intact(save, broken)
             if held is None:
-                break
-            name, current = held
-            target = current if not names else target
+                return None
+            name, save = held
             names.append(name)
-            saves[current.step_dir] = current
-            parent = current.parent
-            if parent is None or parent.step_dir in saves:
-                break
+            return save
+
+        def find(parent: ParentRef) -> SaveInfo | None:
             below = self._info_of(parent.save_id, parent.step_dir)
-            if below is None:
-                break
-            current = below
+            return None if below is None else intact(below)
+
+        target = intact(info)
+        walked = () if target is None else chain.walk(target, find)
+        saves = {save.step_dir: save for save in walked}
         if not broken:
             try:
-                chain.restore_chain(target, saves)
+                chain.restore_chain(target or info, saves)
                 return StepVerdict(step=step, restorable=True, chain=tuple(reversed(names)))
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])

@@ -3,12 +3,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
-from deltackpt.events import TableFigures
-from deltackpt.format import dtypes, manifest
+from deltackpt.format import manifest
 from deltackpt.format.manifest import Encoding, GroupEntry, Segment, TableEntry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableFigures:
+    """One field of one table in a save.
+
+    Attributes:
+      table: the table.
+      field: ``values`` or ``slot.<name>``.
+      codec: how its rows were stored.
+      reason: why so.
+      rows: rows written.
+      nbytes: their bytes on disk.
+      ratio: ``nbytes`` over the bytes of these rows unencoded.
+      relative_error: norm of what decoding changes over the norm of the rows; 0 where lossless.
+    """
+
+    table: str
+    field: str
+    codec: str
+    reason: str
+    rows: int
+    nbytes: int
+    ratio: float
+    relative_error: float
 
 
 def table_figures(
@@ -34,9 +59,8 @@ def table_figures(
                 for encoding in segment.encodings
                 if (segment.group, encoding.field) == (group.name, spec.name)
             ]
-            row_bytes = math.prod(spec.trailing) * dtypes.dtype_of(spec.dtype).itemsize
             for place, table in enumerate(members):
-                figures = _figures(table.name, spec.name, place, parts, row_bytes)
+                figures = _figures(table.name, spec.name, place, parts, spec.row_bytes)
                 if figures.rows:
                     found.append(figures)
     return tuple(found)
