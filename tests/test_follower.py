@@ -37,8 +37,8 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.reading import reader, removal, saves
 from deltackpt.reading.saves import StoredPart
+from deltackpt.standby import difference, gate, memory, shards
 from deltackpt.standby import follower as follower_module
-from deltackpt.standby import gate, memory, shards
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import MemoryReader, SharedMemory
@@ -418,7 +418,7 @@ def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
 ):
     monkeypatch.setattr(follower_module, "_LEAST_STAGING_BYTES", 1)
     monkeypatch.setattr(follower_module, "_STAGING_SHARE", 1e-6)
-    monkeypatch.setattr(follower_module, "_COMPARED_BYTES", 64)
+    monkeypatch.setattr(difference, "_COMPARED_BYTES", 64)
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -737,7 +737,7 @@ def test_memory_of_another_owner_is_not_taken_for_it():
             MemoryReader(one_place)
     other.close()
     with pytest.raises(OSError, match="another machine"):
-        MemoryReader(memory.Place("elsewhere", os.getpid(), 3, "00"))
+        MemoryReader(memory.MemoryAddress("elsewhere", os.getpid(), 3, "00"))
 
 
 @pytest.mark.processes
@@ -758,7 +758,7 @@ def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(t
     ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         machine, pid, descriptor, token = owner.stdout.readline().strip().split("|")
-        view = MemoryReader(memory.Place(machine, int(pid), int(descriptor), token))
+        view = MemoryReader(memory.MemoryAddress(machine, int(pid), int(descriptor), token))
         assert view.sequence == 2
         owner.stdin.write("\n")
         owner.stdin.flush()
@@ -768,7 +768,7 @@ def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(t
         owner.wait(HANG_SECS)
         assert (view.array(0, (4096,), np.dtype("u1")) == 7).all()
         with pytest.raises(OSError):
-            MemoryReader(memory.Place(machine, int(pid), int(descriptor), token))
+            MemoryReader(memory.MemoryAddress(machine, int(pid), int(descriptor), token))
 
 
 # Readers beside the writer.

@@ -79,6 +79,24 @@ def test_merging_and_decoding_import_neither_jax_nor_orbax():
     assert fresh_python(program).strip() == "[]"
 
 
+def test_looking_inside_a_directory_loads_no_jax_and_nothing_of_the_command_line():
+    program = (
+        "import sys, deltackpt.inspect;"
+        "print([m for m in ('jax', 'orbax', 'click', 'rich', 'pandas') if m in sys.modules])"
+    )
+    assert fresh_python(program).strip() == "[]"
+
+
+def test_help_of_a_command_loads_no_jax():
+    program = (
+        "import sys; from deltackpt.cli import cli\n"
+        "try: cli(['ls', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('jax', 'orbax', 'ray') if m in sys.modules])"
+    )
+    assert fresh_python(program).splitlines()[-1] == "[]"
+
+
 def test_every_public_name_exists_and_is_documented():
     undocumented = [
         name
@@ -127,6 +145,57 @@ def test_no_error_is_swallowed(module):
         and all(isinstance(statement, ast.Pass) for statement in handler.body)
     ]
     assert swallowed == []
+
+
+def source_of(module: str) -> str:
+    """Text of a module of the package."""
+    path = REPOSITORY.joinpath(*module.split("."))
+    file = path.with_suffix(".py")
+    return (file if file.exists() else path / "__init__.py").read_text()
+
+
+def imports_of(source: str) -> set[str]:
+    """Modules of the package that a source imports, in functions too, types alone left out."""
+    found = set()
+    inside: list[ast.AST] = [ast.parse(source)]
+    while inside:
+        node = inside.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            inside += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each if each in MODULES else str(node.module) for each in deeper}
+        inside += ast.iter_child_nodes(node)
+    return found & set(MODULES)
+
+
+def in_circles(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What is left of an import graph when modules that import none of it are taken away."""
+    left = dict(imports)
+    while free := [each for each, found in left.items() if not found & left.keys()]:
+        for each in free:
+            del left[each]
+    return {each: found & left.keys() for each, found in left.items()}
+
+
+def test_no_module_imports_in_a_circle_or_upwards():
+    assert in_circles({"a": {"b"}, "b": {"a"}, "c": set()}) == {"a": {"b"}, "b": {"a"}}
+    imports = {module: imports_of(source_of(module)) - {module} for module in MODULES}
+    assert in_circles(imports) == {}
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(each["layers"] for each in settings["contracts"] if each["type"] == "layers")
+    level = {room: at for at, line in enumerate(layers) for room in line.split(" : ")}
+    upward = [
+        (module, found)
+        for module, all_found in imports.items()
+        if module.count(".")
+        for found in all_found
+        if found.count(".") and level[module.split(".")[1]] > level[found.split(".")[1]]
+    ]
+    assert upward == []
 
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -36,14 +36,14 @@ def _open(directory: str, item: str | None) -> Checkpoints:
 @arguments.as_json
 def ls(directory: str, item: str | None, last: int | None, as_json: bool) -> None:
     """List the steps of DIRECTORY: kinds, chains, rows, bytes."""
-    from deltackpt.inspect import html
+    from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
 
     ck = _open(directory, item)
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
     if as_json:
         terminal.print_json([_save(save) for save in saves])
         return
-    terminal.print_table(html.SAVE_COLUMNS, [html.save_line(save) for save in saves])
+    terminal.print_table(SAVE_COLUMNS, [save_line(save) for save in saves])
     bases = {} if last is not None else ck.compacted
     on_disk = sum(save.disk_bytes for save in saves) + sum(bases.values())
     counted = units.count(len(saves), "step")
@@ -67,6 +67,9 @@ def show(directory: str, step: int | None, item: str | None, as_json: bool) -> N
     That is its save and chain, its tables and slots, and its dense leaves.
     """
     from deltackpt.inspect import html
+    from deltackpt.inspect.checkpoints import FIGURE_COLUMNS, figure_lines
+    from deltackpt.inspect.dense import DENSE_COLUMNS, dense_line
+    from deltackpt.inspect.step import FIELD_COLUMNS, field_lines
 
     ck = _open(directory, item)
     found = ck.at(step)
@@ -77,11 +80,11 @@ def show(directory: str, step: int | None, item: str | None, as_json: bool) -> N
     click.echo(f"step {found.step}, save {found.save_id}: {save.reason}")
     click.echo(f"committed {html.utc(save.committed_at) or 'at an unknown time'} UTC")
     click.echo(f"read through {' -> '.join(found.reads)}")
-    terminal.print_table(html.FIELD_COLUMNS, html.field_lines(found))
-    terminal.print_table(html.FIGURE_COLUMNS, html.figure_lines(save), "in this save")
+    terminal.print_table(FIELD_COLUMNS, field_lines(found))
+    terminal.print_table(FIGURE_COLUMNS, figure_lines(save), "in this save")
     if found.dense:
-        lines = [html.dense_line(leaf) for leaf in found.dense.values()]
-        terminal.print_table(html.DENSE_COLUMNS, lines)
+        lines = [dense_line(leaf) for leaf in found.dense.values()]
+        terminal.print_table(DENSE_COLUMNS, lines)
 
 
 @click.command(
@@ -118,15 +121,13 @@ def diff(
 
     A row differs where any bit does; by how much is told by l2 norms of the changes.
     """
-    from deltackpt.inspect import html
+    from deltackpt.inspect.changes import DIFF_COLUMNS, diff_lines
 
     found = _open(directory, item).diff(a, b, tables=tables or None, field=field)
     if as_json:
         terminal.print_json(_diff(found, largest))
         return
-    terminal.print_table(
-        html.DIFF_COLUMNS, html.diff_lines(found), f"{field}: step {found.a} -> {found.b}"
-    )
+    terminal.print_table(DIFF_COLUMNS, diff_lines(found), f"{field}: step {found.a} -> {found.b}")
     for step, names in ((a, found.only_a), (b, found.only_b)):
         if names:
             click.echo(f"only at step {step}, or of another kind there: {', '.join(names)}")

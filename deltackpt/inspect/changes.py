@@ -115,7 +115,7 @@ class Diff:
         return pandas().concat(frames, names=["table"])
 
     def _repr_html_(self) -> str:
-        return html.diff_page(self)
+        return _page(self)
 
 
 def pandas() -> Any:
@@ -327,3 +327,29 @@ def _wide(rows: np.ndarray) -> np.ndarray:
     """Rows as (n, numbers) float64, or complex128."""
     dtype = np.complex128 if rows.dtype.kind == "c" else np.float64
     return rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(dtype)
+
+
+DIFF_COLUMNS = ("table", "rows changed", "of all", "added", "median change", "99 %", "largest")
+
+
+def diff_lines(found: Diff) -> list[tuple[Any, ...]]:
+    """The tables of a diff as lines under ``DIFF_COLUMNS``: l2 norms of the changes."""
+    lines: list[tuple[Any, ...]] = []
+    for name, changed in found.tables.items():
+        norms = changed.quantiles((0.5, 0.99, 1.0))
+        lines.append(
+            (
+                name,
+                len(changed.rows),
+                f"{changed.fraction:.2%}",
+                changed.added,
+                *(f"{norms[of]:.4g}" if norms else None for of in (0.5, 0.99, 1.0)),
+            )
+        )
+    return lines
+
+
+def _page(found: Diff) -> str:
+    """A diff: a line for each table."""
+    title = f"{found.field}: step {found.a} → {found.b}, l2 norms of the rows' changes"
+    return html.table(DIFF_COLUMNS, diff_lines(found), title)

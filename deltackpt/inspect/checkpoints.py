@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from deltackpt.reading import saves as stored
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
+from deltackpt.units import size
 
 #: How often a history is read anew beside a trainer that replaces its steps.
 _MOST_TRIES = 3
@@ -374,7 +376,7 @@ class Checkpoints:
         return f"<Checkpoints {self.path}: {len(self)} steps, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
-        return html.directory_page(self)
+        return _page(self)
 
 
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:
@@ -412,3 +414,65 @@ def _chain_length(
         return None
     length = lengths.get(parent.save_id.step)
     return None if length is None else length + 1
+
+
+def _page(ck: Checkpoints) -> str:
+    """A directory: its first and its last steps."""
+    steps = ck.steps
+    shown = steps if len(steps) <= html.MOST_LINES else html.ends(steps)
+    lines = [save_line(save) for save in ck.saves_of(shown)]
+    title = f"{ck.path}: {len(steps):,} steps, newest {ck.newest}"
+    if len(shown) < len(steps):
+        title += f", {len(lines)} shown: the first and the last"
+    return html.table(SAVE_COLUMNS, lines, title)
+
+
+SAVE_COLUMNS = (
+    "step",
+    "kind",
+    "parent",
+    "deltas",
+    "rows",
+    "of all",
+    "on disk",
+    "codecs",
+    "committed (UTC)",
+    "why",
+)
+
+
+def save_line(save: Save) -> tuple[Any, ...]:
+    """A step as a line under ``SAVE_COLUMNS``."""
+    kind = f"{save.kind} (compacted)" if save.compacted else save.kind
+    return (
+        save.step,
+        kind or "unreadable",
+        save.parent,
+        save.chain_length,
+        save.rows,
+        f"{save.rows / save.total_rows:.2%}" if save.total_rows else None,
+        size(save.disk_bytes),
+        "+".join(sorted({figures.codec for figures in save.tables})) or None,
+        html.utc(save.committed_at),
+        save.problem or save.reason.removeprefix(f"{save.kind}: "),
+    )
+
+
+FIGURE_COLUMNS = ("table", "field", "codec", "rows", "on disk", "of unencoded", "error", "why")
+
+
+def figure_lines(save: Save) -> list[tuple[Any, ...]]:
+    """What a save holds of each field of each table, as lines under ``FIGURE_COLUMNS``."""
+    return [
+        (
+            figures.table,
+            figures.field,
+            figures.codec,
+            figures.rows,
+            size(figures.nbytes),
+            f"{figures.ratio:.1%}",
+            f"{figures.relative_error:.2g}" if figures.relative_error else None,
+            figures.reason,
+        )
+        for figures in save.tables
+    ]

@@ -29,9 +29,11 @@ from deltackpt.errors import Damaged, ForeignDirectory
 from deltackpt.format import names as layout
 from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
+from deltackpt.inspect import html
 from deltackpt.reading import saves
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot, spot
+from deltackpt.units import size
 
 METADATA = layout.PYTREE_METADATA
 _STRINGS = "_strings.json"
@@ -382,3 +384,14 @@ def _plain_index(index: Any, shape: tuple[int, ...]) -> tuple[int | slice, ...] 
         else:
             return None
     return tuple(found)
+
+
+DENSE_COLUMNS = ("dense leaf", "shape", "dtype", "bytes")
+
+
+def dense_line(leaf: DenseLeaf) -> tuple[Any, ...]:
+    """Name, shape, dtype and bytes of a dense leaf; its value where it is no array."""
+    if leaf.kind in ("None", "empty", "string"):
+        return leaf.name, repr(leaf.value), leaf.kind, None
+    dtype = leaf.dtype.name if leaf.kind != "key" else f"key<{leaf.prng_impl}>"
+    return leaf.name, html.shape_text(leaf.shape), dtype, size(leaf.nbytes)

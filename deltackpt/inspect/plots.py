@@ -20,6 +20,7 @@ from deltackpt import units
 from deltackpt.errors import OptionError
 from deltackpt.format import blocks, globs
 from deltackpt.inspect import pictures
+from deltackpt.inspect.samples import distances, sample
 from deltackpt.units import count
 
 if TYPE_CHECKING:
@@ -34,13 +35,8 @@ _TOP = 8
 #: Columns of a heat map, and points of a line: more cannot be told apart on a screen.
 _MOST_COLUMNS = 400
 _MOST_POINTS = 400
-#: Rows of a sample, and how many of them lie side by side.
-_SAMPLE_ROWS = 1024
-_RUN_ROWS = 16
 #: Steps of a picture of drift.
 _MOST_DRIFT_STEPS = 400
-#: What a sample of rows may take, over all steps.
-_SAMPLE_BYTES = 64 << 20
 _QUANTILES = {0.5: "median", 0.9: "90 % quantile", 0.99: "99 % quantile", 1.0: "greatest"}
 #: So many points are each seen as one.
 _SINGLED_OUT = 100
@@ -479,30 +475,13 @@ def _drift(
     [table] = _known([table], tables)
     total = tables[table].shape[0]
     if rows is None:
-        rows = _sample(total, tables[table].row_bytes * len(later), seed)
+        rows = sample(total, tables[table].row_bytes * len(later), seed)
     steps = [later[place] for place in _spread(len(later), _MOST_DRIFT_STEPS)]
     history = ck.history(table, np.unique(np.asarray(rows, np.int64)), steps=steps)
     origin = history.values[0].astype(np.float64)
     return _Drift(
         steps=history.steps.tolist(),
-        distances=np.array([_distances(values, origin) for values in history.values]),
+        distances=np.array([distances(values, origin) for values in history.values]),
         total_steps=len(later),
         total_rows=total,
     )
-
-
-def _sample(rows: int, row_bytes: int, seed: int) -> np.ndarray:
-    """Runs of rows at random places; a block holds many rows and is verified as a whole."""
-    most = min(_SAMPLE_ROWS, max(_RUN_ROWS, _SAMPLE_BYTES // max(1, row_bytes)))
-    if rows <= most:
-        return np.arange(rows)
-    starts = np.arange(0, rows, _RUN_ROWS)
-    chosen = np.random.default_rng(seed).choice(starts, most // _RUN_ROWS, replace=False)
-    found = np.sort(chosen)[:, None] + np.arange(_RUN_ROWS)
-    return found[found < rows]
-
-
-def _distances(values: np.ndarray, origin: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore"):  # inf - inf is nan, which is left out.
-        difference = values.astype(np.float64) - origin
-        return np.linalg.norm(difference.reshape(len(difference), -1), axis=1)

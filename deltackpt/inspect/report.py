@@ -25,6 +25,7 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import blocks, names
 from deltackpt.inspect import html as notebook
 from deltackpt.inspect import pictures, plots
+from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
 from deltackpt.storage import files
 from deltackpt.units import count, size
 
@@ -290,7 +291,7 @@ def _steps(facts: _Facts) -> str:
     """The table of steps, the newest first."""
     shown = facts.saves[: -_MOST_STEPS - 1 : -1]
     bad = frozenset(number for number, save in enumerate(shown) if save.step in facts.problems)
-    return _table(notebook.SAVE_COLUMNS, map(notebook.save_line, shown), bad)
+    return _table(SAVE_COLUMNS, map(save_line, shown), bad)
 
 
 def _left_out(saves: Sequence[Save]) -> str:

@@ -14,12 +14,15 @@ from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs, manifest, names
 from deltackpt.format.manifest import FieldSpec, TableEntry
 from deltackpt.inspect import html
-from deltackpt.inspect.dense import METADATA, DenseItem, DenseLeaf
+from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_line
 from deltackpt.inspect.lazy import LazyArray, Saves
 from deltackpt.reading import saves as stored
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage.store import Stamp
-from deltackpt.units import count
+from deltackpt.units import count, size
+
+#: Rows of a table that a notebook shows.
+_SHOWN_ROWS = 5
 
 
 class Table(LazyArray):
@@ -61,7 +64,7 @@ class Table(LazyArray):
         return self.slots[slot]
 
     def _repr_html_(self) -> str:
-        return html.table_page(self)
+        return _table_page(self)
 
 
 class Step:
@@ -220,4 +223,51 @@ class Step:
         )
 
     def _repr_html_(self) -> str:
-        return html.step_page(self)
+        return _page(self)
+
+
+def _page(step: Step) -> str:
+    """A step: its tables and dense leaves."""
+    chain = " → ".join(step.reads)
+    parts = [
+        html.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, read through {chain}")
+    ]
+    if step.dense:
+        lines = [dense_line(leaf) for leaf in step.dense.values()]
+        parts.append(html.table(DENSE_COLUMNS, lines))
+    return "".join(parts)
+
+
+FIELD_COLUMNS = ("table", "field", "shape", "dtype", "bytes")
+
+
+def field_lines(step: Step) -> list[tuple[Any, ...]]:
+    """The tables and slots of a step as lines under ``FIELD_COLUMNS``."""
+    found: list[tuple[Any, ...]] = []
+    for name, values in step.tables.items():
+        fields: dict[str, LazyArray] = {"values": values}
+        fields |= {f"slot.{slot}": held for slot, held in values.slots.items()}
+        found += [
+            (name, field, html.shape_text(held.shape), held.dtype.name, size(held.nbytes))
+            for field, held in fields.items()
+        ]
+    return found
+
+
+def _table_page(found: Table) -> str:
+    """A table: what it is, and its first rows."""
+    rows = min(_SHOWN_ROWS, len(found))
+    first = found[:rows].reshape(rows, -1)
+    shown = min(8, first.shape[1])
+    more = ("…",) if first.shape[1] > shown else ()
+    columns = ("row", *map(str, range(shown)), *more)
+    lines = [
+        (row, *(f"{value:.6g}" for value in first[row, :shown].tolist()), *more)
+        for row in range(rows)
+    ]
+    slots = ", ".join(found.slots) or "none"
+    title = (
+        f"{found.name}: {html.shape_text(found.shape)} {found.dtype.name}, {size(found.nbytes)}, "
+        f"slots: {slots}"
+    )
+    return html.table(columns, lines, title)

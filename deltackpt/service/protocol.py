@@ -15,7 +15,7 @@ from deltackpt.errors import RestoreError, ServiceMismatch
 from deltackpt.format import manifest
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.standby.memory import Place
+from deltackpt.standby.memory import MemoryAddress
 
 #: Raised by one where a member's answers or arguments change their meaning.
 PROTOCOL = 1
@@ -76,7 +76,7 @@ class Pinned:
     refused: str = ""
     soon: bool = False
     held: SaveId | None = None
-    place: Place | None = None
+    place: MemoryAddress | None = None
     sequence: int = 0
     chain: tuple[SaveInfo, ...] = ()
 

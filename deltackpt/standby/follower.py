@@ -31,7 +31,6 @@ from deltackpt.errors import (
     TooLittleMemory,
     without_frames,
 )
-from deltackpt.format import blocks
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
@@ -44,13 +43,13 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Targets
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import shards
+from deltackpt.standby.difference import changed_rows
 from deltackpt.standby.gate import Gate
-from deltackpt.standby.memory import Place, SharedMemory
+from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.storage.store import Spot
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
-_COMPARED_BYTES = 1 << 20
 #: So long a step that is not intact is not read again: it may be in the middle of being copied.
 _REFUSED_SECS = 30.0
 
@@ -149,7 +148,7 @@ class Follower:
         return 0 if tables is None else tables.memory.nbytes
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemoryAddress | None:
         """Where processes of the same machine find the memory."""
         tables = self._tables
         return None if tables is None else tables.memory.place
@@ -451,47 +450,7 @@ def _found(piece: Read, *, compare: bool) -> list[RowBlock]:
     """The rows of a piece, or those that differ from what is held."""
     first, *beside = piece.load()
     # What is beside replaces rows of the first block, which may be among those that differ.
-    return [*(_changed(first, piece.targets) if compare else [first]), *beside]
-
-
-def _changed(block: RowBlock, targets: Sequence[Target]) -> list[RowBlock]:
-    """The rows of a block that differ from what is held, in bits."""
-    found = []
-    for target in targets:
-        chosen = blocks.row_slice(block.rows, *target.rows)
-        common = target.overlap(block.columns)
-        if chosen.start == chosen.stop or common is None:
-            continue
-        rows = np.asarray(block.rows[chosen])
-        values = block.fields[target.field][chosen]
-        held = target.buffer[rows[0] - target.rows[0] : rows[-1] + 1 - target.rows[0]]
-        if target.columns is not None and block.columns != target.columns:
-            low, high = (column - target.columns[0] for column in common)
-            held = held[:, low:high]
-            values = values[:, common[0] - block.columns[0] : common[1] - block.columns[0]]
-            columns = common
-        else:
-            columns = block.columns
-        per_row = max(1, values[:1].nbytes)
-        step = max(1, _COMPARED_BYTES // per_row)
-        at = [
-            start + np.flatnonzero(_differ(values[start : start + step], part))
-            for start in range(0, len(rows), step)
-            for part in (held[rows[start : start + step] - rows[0]],)
-        ]
-        positions = np.concatenate(at)
-        if len(positions):
-            fields = {target.field: values[positions]}
-            found.append(RowBlock(block.group, rows[positions], columns, fields))
-    return found
-
-
-def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Which rows of two arrays of the same shape differ in any bit."""
-    flat = [
-        np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (one, other)
-    ]
-    return (flat[0] != flat[1]).any(axis=1)
+    return [*(changed_rows(first, piece.targets) if compare else [first]), *beside]
 
 
 def _merge(staged: Sequence[RowBlock], targets: Targets) -> None:

@@ -29,7 +29,7 @@ _SEQUENCE_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class MemoryAddress:
     """Where a process of the same machine finds some shared memory.
 
     Attributes:
@@ -66,9 +66,9 @@ class SharedMemory:
         self._sequence[0] = 1  # Nothing was written yet.
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MemoryAddress:
         """Where others find it."""
-        return Place(machine(), os.getpid(), self._descriptor, self._token.hex())
+        return MemoryAddress(machine(), os.getpid(), self._descriptor, self._token.hex())
 
     @property
     def sequence(self) -> int:
@@ -95,7 +95,7 @@ class SharedMemory:
 class MemoryReader:
     """The shared memory of another process, or of this one, to be copied from."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: MemoryAddress):
         """Opens it.
 
         Raises:
