@@ -306,7 +306,7 @@ def joined(
     if expected is None:
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
     placed = merged.placed or placing.place(merged, expected.fields)
-    found_in = [touch_state.fresh(marks.state, identity) for marks in expected.marks]
+    found_in = [touch_state.fresh(each.state, identity) for each in expected.marks]
     known = {table for state in found_in for table in marks.matched(state, expected.layout)}
     others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
     fresh = stamps.init(others, identity=identity)
