@@ -219,7 +219,7 @@ def test_equal_names_are_refused() -> None:
         Ellipsis,
         object(),
     ],
-    ids=repr,
+    ids=lambda leaf: type(leaf).__name__,
 )
 def test_what_is_not_covered_is_said(leaf: Any) -> None:
     assert dense_layout.covered(leaf)
@@ -234,7 +234,13 @@ def test_another_process_writes_its_chunks_only() -> None:
     assert not [chunk for chunk in plan.chunks if chunk.key.startswith("numpy")]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(2, marks=pytest.mark.processes),
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
 def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -18,12 +18,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltackpt.integrations.t5x.manager import (
-        DeltaCheckpointManager,
-        Wait,
-        checkpoint_manager,
-        resume_with,
-    )
+    from deltackpt.integrations.t5x.manager import DeltaCheckpointManager, checkpoint_manager
+    from deltackpt.integrations.t5x.resuming import resume_with
+    from deltackpt.integrations.t5x.settings import Wait
 
 __all__ = ["DeltaCheckpointManager", "Wait", "checkpoint_manager", "resume_with"]
 

@@ -28,8 +28,10 @@ from deltackpt.format import names
 from deltackpt.handlers.agreement import Processes
 from deltackpt.integrations.t5x.layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x.model import ModelLeaves, cast, flat, leaves_of, taken
-from deltackpt.integrations.t5x.modules import checkpoints, utils
+from deltackpt.integrations.t5x.modules import checkpoints
+from deltackpt.integrations.t5x.resuming import resume_with
 from deltackpt.integrations.t5x.retention import retention_of
+from deltackpt.integrations.t5x.settings import Settings, Wait
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
@@ -38,38 +40,6 @@ from deltackpt.storage import digests
 
 #: T5X's name of the item that holds the position of the data.
 _DATASET = "dataset"
-
-Wait = Literal["deferred", "each"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What ``checkpoint_manager`` was told; compared, since T5X compares what it returned."""
-
-    tables: tuple[str, ...]
-    codec: CodecOption
-    slot_codec: CodecOption
-    options: ManagerOptions
-    wait: Wait
-
-    def __post_init__(self) -> None:
-        if self.wait not in ("deferred", "each"):
-            raise OptionError(
-                f"wait: expected 'deferred' or 'each', found {self.wait!r}; 'deferred' lets "
-                "training go on while a checkpoint is written"
-            )
-        if self.options.read_only:
-            raise OptionError(
-                "options: expected options of a trainer, found access="
-                f"{self.options.access!r}; leave it out, a job that only reads takes no lease "
-                "anyway"
-            )
-        if self.options.writes.when_busy != "wait":
-            raise OptionError(
-                "options.writes.when_busy: expected 'wait', found "
-                f"{self.options.writes.when_busy!r}; leave it out: T5X would go on without its "
-                "emergency and its last save, and never asks for one that is due"
-            )
 
 
 def checkpoint_manager(
@@ -100,7 +70,7 @@ def checkpoint_manager(
       OptionError: a setting has a value that cannot work.
     """
     given = options or ManagerOptions()
-    settings = _Settings(
+    settings = Settings(
         tables=(tables,) if isinstance(tables, str) else tuple(tables),
         codec=codec,
         slot_codec=slot_codec,
@@ -119,41 +89,6 @@ def checkpoint_manager(
 
 #: What ``checkpoint_manager`` has returned, each for settings of its own.
 _made: list[functools.partial[DeltaCheckpointManager]] = []
-#: Attribute of our constructor that holds its defaults. A decorator that copies the attributes of
-#: what it wraps, as gin's do, shares them.
-_DEFAULTS = "_deltackpt_defaults"
-
-
-def resume_with(manager_cls: Callable[..., Any]) -> None:
-    """Makes a class the default of T5X's ``RestoreCheckpointConfig`` in this process.
-
-    ``t5x.train.train`` builds the configuration that it resumes with itself, with T5X's own class
-    and no way to name another, and T5X then refuses to resume with a class that is not the one
-    that saves. A configuration that names its class keeps it. May be called again; other
-    decorators of its constructor stay, below and above.
-
-    Args:
-      manager_cls: what T5X calls to make a manager.
-    """
-    config = utils.RestoreCheckpointConfig
-    defaults = getattr(config.__init__, _DEFAULTS, None)
-    if defaults is None:
-        defaults = _with_defaults(config)
-    defaults["checkpoint_manager_cls"] = manager_cls
-
-
-def _with_defaults(config: Any) -> dict[str, Any]:
-    """Wraps the constructor of a class, which then takes defaults from what is returned."""
-    defaults: dict[str, Any] = {}
-    original = config.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**defaults, **kwargs})
-
-    setattr(init, _DEFAULTS, defaults)
-    config.__init__ = init
-    return defaults
 
 
 class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
@@ -190,7 +125,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         metric_mode: Literal["max", "min"] = "max",
         keep_checkpoints_without_metrics: bool = True,
         *,
-        settings: _Settings,
+        settings: Settings,
     ):
         """Takes T5X's arguments; T5X's own constructor is not called, which would open Orbax.
 
