@@ -93,11 +93,15 @@ def verify(directory: str, steps: tuple[int, ...], item: str | None, as_json: bo
     each other, row numbers against their tables, and chains down to their bases. Trainers may be at
     work meanwhile. Exit code 1 where anything is damaged.
     """
-    from deltackpt.upkeep import verify as audit
+    from deltackpt.upkeep import verify as verification
 
     item = _found_item(directory, item)
     with terminal.progress("verifying", quiet=as_json) as progress:
-        report = audit.verify_root(directory, item=item, steps=steps or None, progress=progress)
+        report = verification.verify_root(
+            directory, item=item, steps=steps or None, progress=progress
+        )
+            directory, item=item, steps=steps or None, progress=progress
+        )
     if as_json:
         terminal.print_json({"intact": report.intact, **terminal.plain(report)})
     else:
@@ -253,14 +257,14 @@ def copy(
     if steps and all_steps:
         raise click.UsageError("--step and --all exclude each other")
     from deltackpt.format.names import EMBEDDINGS_ITEM
-    from deltackpt.tiers import copy as copies
+    from deltackpt.tiers import copy as copying
 
     if item is None:
         # An object store is not searched for it.
         is_local = "://" not in source and not source.startswith("{")
         item = _found_item(source) if is_local else EMBEDDINGS_ITEM
     with terminal.progress("copying", quiet=as_json) as progress:
-        done = copies.copy(
+        done = copying.copy(
             source,
             target,
             item=item,
@@ -269,7 +273,7 @@ def copy(
             recheck=recheck,
             offline=offline,
             endpoint=endpoint,
-            workers=workers or copies.WORKERS,
+            workers=workers or copying.WORKERS,
             progress=progress,
         )
     if as_json:

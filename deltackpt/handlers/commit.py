@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from deltackpt import processes
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.handlers.orbax_private import (
     COMMIT_SUCCESS_FILE,
     TMP_DIR_SUFFIX,
     AtomicRenameTemporaryPath,
     step_metadata_file_path,
 )
-from deltackpt.storage import digests as integrity
-from deltackpt.storage import files
+from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest, Digests
 
 #: Where Orbax's PyTree handler keeps a file of each process, in its item.
@@ -34,7 +33,7 @@ _ARRAY_METADATA = "array_metadatas"
 def temporary_path_class(
     *,
     fsync: bool,
-    item: str = layout.EMBEDDINGS_ITEM,
+    item: str = names.EMBEDDINGS_ITEM,
     begun: Callable[[], None] | None = None,
     check: Callable[[], None] | None = None,
     committed: Callable[[], None] | None = None,
@@ -58,7 +57,7 @@ def temporary_path_class(
             # What a failed save of this step left: all processes know of that by now.
             await asyncio.to_thread(files.remove_tree, Path(self.get()))
             created = await super().create()
-            if processes.count() > 1 and Path(created).name.startswith(layout.DENSE_ITEM):
+            if processes.count() > 1 and Path(created).name.startswith(names.DENSE_ITEM):
                 # Else the other processes look for it every 250 ms, until Orbax's primary has made
                 # it: half of the time of a small save.
                 Path(created, _ARRAY_METADATA).mkdir()
@@ -112,17 +111,17 @@ def write_process_digests(step_dir: Path, process: int, *, fsync: bool) -> None:
     """
     found: dict[str, Digest] = {}
     for folder in _dense_folders(step_dir):
-        if layout.dense_process(folder.name) != process:
+        if names.dense_process(folder.name) != process:
             continue
         if fsync:
             files.fsync_tree(folder)
         inside = folder.parent.name
         # The item has another name until it is finished.
         item, _, _ = inside.partition(TMP_DIR_SUFFIX)
-        for name, digest in integrity.digest_tree(step_dir, below=folder).items():
+        for name, digest in digests.digest_tree(step_dir, below=folder).items():
             found[item + name.removeprefix(inside)] = digest
-    path = step_dir / layout.step_digests_name(process)
-    integrity.write_digests(path, Digests.of(found), fsync=fsync)
+    path = step_dir / names.step_digests_name(process)
+    digests.write_digests(path, Digests.of(found), fsync=fsync)
 
 
 def write_step_digests(step_dir: Path, item: str, *, fsync: bool) -> None:
@@ -131,25 +130,25 @@ def write_step_digests(step_dir: Path, item: str, *, fsync: bool) -> None:
 
     def covered(name: str) -> bool:
         inner = name.removeprefix(f"{item}/")
-        if name == layout.STEP_DIGESTS or (inner != name and layout.is_of_part(inner)):
+        if name == names.STEP_DIGESTS or (inner != name and names.is_of_part(inner)):
             return True
-        return layout.dense_process(name.rpartition("/")[2]) in shared
+        return names.dense_process(name.rpartition("/")[2]) in shared
 
-    digests = Digests.of(integrity.digest_tree(step_dir, skip=covered))
-    integrity.write_digests(step_dir / layout.STEP_DIGESTS, digests, fsync=fsync)
+    found = Digests.of(digests.digest_tree(step_dir, skip=covered))
+    digests.write_digests(step_dir / names.STEP_DIGESTS, found, fsync=fsync)
 
 
 def sync_step(step_dir: Path, item: str) -> None:
     """Forces a step to disk; each process has done so with what is its part."""
     shared = _digested(step_dir)
     with files.typed_errors(step_dir, "force to disk"):
-        for folder, folders, names in os.walk(step_dir):
+        for folder, folders, here in os.walk(step_dir):
             inside = Path(folder).relative_to(step_dir)
             if inside == Path(item):
-                folders[:] = [name for name in folders if not layout.is_of_part(name)]
-                names = [name for name in names if not layout.is_of_part(name)]
-            folders[:] = [name for name in folders if layout.dense_process(name) not in shared]
-            for name in names:
+                folders[:] = [name for name in folders if not names.is_of_part(name)]
+                here = [name for name in here if not names.is_of_part(name)]
+            folders[:] = [name for name in folders if names.dense_process(name) not in shared]
+            for name in here:
                 files.fsync_path(Path(folder, name))
             files.fsync_path(Path(folder))
 
@@ -162,5 +161,5 @@ def _dense_folders(step_dir: Path) -> Iterator[Path]:
 
 def _digested(step_dir: Path) -> set[int]:
     """The processes that have digested their dense files themselves."""
-    found = (layout.step_digests_process(name) for name in os.listdir(step_dir))
+    found = (names.step_digests_process(name) for name in os.listdir(step_dir))
     return {process for process in found if process is not None}

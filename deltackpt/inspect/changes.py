@@ -16,7 +16,7 @@ from deltackpt.format.blocks import Rows
 from deltackpt.format.manifest import FieldSpec, Layout, TableEntry
 from deltackpt.inspect import html
 from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves
-from deltackpt.reading import saves as stored
+from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
 
 #: Quantiles that ``TableDiff.quantiles`` gives by default.
@@ -188,7 +188,7 @@ def _held(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) 
                     rows = numbers.of(part, segment)
                     yield rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
     except RestoreError as error:
-        stored.raise_if_removed((save,), error)
+        saves.raise_if_removed((save,), error)
         raise
 
 
@@ -283,14 +283,14 @@ def _candidates(
 
 def _rows_apart(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> np.ndarray | None:
     """Rows of saves that only one of two chains has; None where these may be all rows."""
-    ids = [[save.info.save_id for save in saves.chain] for saves in (a, b)]
+    ids = [[save.info.save_id for save in one.chain] for one in (a, b)]
     shared = [save_id for save_id in ids[0] if save_id in ids[1]]
     if not shared:
         return None
     held = [np.empty(0, np.int64)]
-    for saves, (table, spec), own in zip((a, b), (of_a, of_b), ids, strict=True):
-        for save in saves.chain[own.index(shared[-1]) + 1 :]:
-            held.append(_rows_of(save, table, saves.numbers, spec.name))
+    for one, (table, spec), own in zip((a, b), (of_a, of_b), ids, strict=True):
+        for save in one.chain[own.index(shared[-1]) + 1 :]:
+            held.append(_rows_of(save, table, one.numbers, spec.name))
             if len(held[-1]) == table.rows:
                 return None
     return np.unique(np.concatenate(held))

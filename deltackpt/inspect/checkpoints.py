@@ -20,8 +20,7 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.events import TableFigures
-from deltackpt.format import blocks
-from deltackpt.format import names as layout
+from deltackpt.format import blocks, names
 from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import Kind, SaveId
 from deltackpt.inspect import changes, history, html
@@ -30,7 +29,7 @@ from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import RowNumbers, Saves
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.directory import Root, find_item
-from deltackpt.reading import saves as stored
+from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
@@ -90,7 +89,7 @@ class Save:
     def committed_at(self) -> float | None:
         """When Orbax committed it, in seconds since 1970; None where it does not say so."""
         try:
-            found = json.loads(files.read_bytes(self.path / layout.STEP_METADATA))
+            found = json.loads(files.read_bytes(self.path / names.STEP_METADATA))
             return found["commit_timestamp_nsecs"] / 1e9
         except (RestoreError, OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -154,10 +153,10 @@ class Checkpoints:
 
         The step itself may be gone; chains of later ones go through its base.
         """
-        names = sorted(stored.compacted_bases(self._root.spot, self.item), key=int)
+        bases = sorted(saves.compacted_bases(self._root.spot, self.item), key=int)
         return {
-            int(name): files.tree_bytes(layout.compacted_dir(self.path / name, self.item))
-            for name in names
+            int(name): files.tree_bytes(names.compacted_dir(self.path / name, self.item))
+            for name in bases
         }
 
     @property
@@ -204,7 +203,7 @@ class Checkpoints:
         """
         number = self._chosen(step)
         path = self._at(number)
-        with stored.standing(path, instead="open"):
+        with saves.standing(path, instead="open"):
             for save in self.saves_of([number]):
                 return save
             raise StepNotFound(
@@ -345,7 +344,7 @@ class Checkpoints:
 
     def _chosen(self, step: int | None) -> int:
         """A step, the newest where it is None."""
-        found = self.newest if step is None else layout.as_step(step)
+        found = self.newest if step is None else names.as_step(step)
         if found is None:
             raise StepNotFound(
                 f"{self.path}: expected a committed step, found none; wait for the trainer's first "
@@ -358,16 +357,16 @@ class Checkpoints:
 
     def _saves(self, step: int) -> Saves:
         path = self._at(step)
-        with stored.standing(path, instead="open"), files.typed_errors(path, "read"):
-            return Saves(stored.read_chain(path, self.item), self._numbers)
+        with saves.standing(path, instead="open"), files.typed_errors(path, "read"):
+            return Saves(saves.read_chain(path, self.item), self._numbers)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
         stamp = path.stamp()
         if stamp is not None and (step, stamp) in self._stored:
             return self._stored[step, stamp]
-        with stored.standing(path, instead="open"), files.typed_errors(path, "read"):
-            found = stored.read_save(path, self.item)
+        with saves.standing(path, instead="open"), files.typed_errors(path, "read"):
+            found = saves.read_save(path, self.item)
         if stamp is not None:
             self._stored[step, stamp] = found
         return found

@@ -26,16 +26,16 @@ import tensorstore as ts
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, ForeignDirectory
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
 from deltackpt.inspect import html
 from deltackpt.reading import saves
-from deltackpt.storage import digests as integrity
+from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, spot
 from deltackpt.units import size
 
-METADATA = layout.PYTREE_METADATA
+METADATA = names.PYTREE_METADATA
 _STRINGS = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
 #: How our manager stores an array without elements, which Orbax refuses: see handlers/dense.py.
@@ -210,7 +210,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         prefixes = (f"{self.name}/",)
         if not data:
             prefixes = tuple(f"{self.name}/{name}" for name in _DESCRIPTIONS)
-        for damage in integrity.check_step_files(
+        for damage in digests.check_step_files(
             self._dir.parent, wanted=lambda name: name.startswith(prefixes)
         ):
             raise damage

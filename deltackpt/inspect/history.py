@@ -18,8 +18,7 @@ from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
-from deltackpt.reading import reader
-from deltackpt.reading import saves as stored
+from deltackpt.reading import reader, saves
 from deltackpt.reading.saves import StoredSave
 
 
@@ -207,8 +206,8 @@ class _Walk:
                 return self._merged(unread)
         chain = self._saves_of(save.info.save_id.step).chain
         if chain[-1].info.save_id != save.info.save_id:
-            raise stored.gone(save.step_dir, instead="read")
-        return stored.read_whole(chain, self._merged)
+            raise saves.gone(save.step_dir, instead="read")
+        return saves.read_whole(chain, self._merged)
 
     def _unread(self, save: StoredSave) -> list[StoredSave] | None:
         """What has to be merged up to a save, oldest first; None where a parent is not there."""

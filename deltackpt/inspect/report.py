@@ -23,7 +23,7 @@ import numpy as np
 from deltackpt.__about__ import __version__
 from deltackpt.errors import RestoreError
 from deltackpt.format import blocks, names
-from deltackpt.inspect import html as notebook
+from deltackpt.inspect import html as markup
 from deltackpt.inspect import pictures, plots
 from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
 from deltackpt.storage import files
@@ -202,7 +202,7 @@ def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequen
         item=html.escape(ck.item),
         style=_STYLE,
         version=__version__,
-        made=notebook.utc(time.time()),
+        made=markup.utc(time.time()),
         cards="".join(_card(*card) for card in _cards(facts)),
         warnings=_list(warnings),
         pictures="".join(drawn),
@@ -219,7 +219,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
         yield "steps", "none", "", ""
         return
     newest = saves[-1]
-    at = notebook.utc(newest.committed_at)
+    at = markup.utc(newest.committed_at)
     yield "newest step", f"{newest.step:,}", f"committed {at} UTC" if at else "", ""
     if facts.step is None:
         yield "restorable", "none", "no chain is whole, by manifests", "bad"

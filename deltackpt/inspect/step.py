@@ -16,7 +16,7 @@ from deltackpt.format.manifest import FieldSpec, TableEntry
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_line
 from deltackpt.inspect.lazy import LazyArray, Saves
-from deltackpt.reading import saves as stored
+from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
@@ -101,7 +101,7 @@ class Step:
         Raises:
           StepGone: it was removed, and another save may have its number.
         """
-        stored.check_stands(self._saves.target)
+        saves.check_stands(self._saves.target)
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Step:
         if not self._own.layout.dense:
             return MappingProxyType({})
         if not (self._spot / names.DENSE_ITEM).is_dir() and self._stands():
-            stored.check_dense(self._own)
+            saves.check_dense(self._own)
         return self._item(names.DENSE_ITEM)
 
     @functools.cached_property
@@ -143,7 +143,7 @@ class Step:
             found = [
                 name for name in self._spot.folders() if (self._spot / name / METADATA).is_file()
             ]
-            stored.check_stands(self._own)
+            saves.check_stands(self._own)
             return MappingProxyType({name: self._item(name) for name in found})
 
     def _item(self, name: str) -> DenseItem:
@@ -162,14 +162,14 @@ class Step:
         if not target.compacted:
             return target
         with self._standing():
-            return stored.read_save(self._spot, target.item)
+            return saves.read_save(self._spot, target.item)
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
         """Within, what fails since the step is no more the one that was opened is ``StepGone``."""
         target = self._saves.target
-        return stored.standing(
+        return saves.standing(
             self._spot,
-            stands=lambda: stored.stands(self._spot, target.info.save_id, target.item),
+            stands=lambda: saves.stands(self._spot, target.info.save_id, target.item),
             instead="open",
         )
 
@@ -181,7 +181,7 @@ class Step:
         # Another one, or somebody put a file into it.
         own = self._own.info.save_id
         try:
-            same = stored.read_save(self._spot, self._own.item).info.save_id == own
+            same = saves.read_save(self._spot, self._own.item).info.save_id == own
         except RestoreError:
             return False
         if same:

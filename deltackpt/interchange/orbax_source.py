@@ -29,7 +29,7 @@ from deltackpt.errors import (
     StepNotFound,
     TemplateMismatch,
 )
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.inspect import DenseItem, DenseLeaf
@@ -152,7 +152,7 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
         path = _step_of(path, step)
     if not _is_pytree(path):
         return Source(_item_of(path, item), _number(path))
-    is_item = (path.parent / layout.STEP_METADATA).is_file()
+    is_item = (path.parent / names.STEP_METADATA).is_file()
     return Source(path, _number(path.parent if is_item else path))
 
 
@@ -199,7 +199,7 @@ def _step_of(root: Path, step: int | None) -> Path:
 
 def _item_of(step_dir: Path, item: str | None) -> Path:
     found = _items(step_dir)
-    if any((step_dir / name / layout.manifest_name(0)).exists() for name in os.listdir(step_dir)):
+    if any((step_dir / name / names.manifest_name(0)).exists() for name in os.listdir(step_dir)):
         raise ForeignDirectory(
             f"{step_dir}: expected a checkpoint of stock Orbax, found one that deltackpt wrote; "
             "open its directory with deltackpt.CheckpointManager"
@@ -220,7 +220,7 @@ def _is_pytree(path: Path) -> bool:
 def _items(step_dir: Path) -> list[str]:
     """Names of the pytrees in a step; none where it is no step."""
     found = sorted(path.parent.name for path in step_dir.glob(f"*/{METADATA}"))
-    if (step_dir / layout.STEP_METADATA).is_file():
+    if (step_dir / names.STEP_METADATA).is_file():
         return found
     # Orbax has not always written that file. A directory of steps has numbers in it.
     is_step = _number(step_dir) is not None and all(_STEP.fullmatch(name) is None for name in found)
@@ -235,8 +235,8 @@ def _number(path: Path) -> int | None:
 def _files(directory: Path) -> dict[str, Any]:
     """Sizes and times of all files, to see whether they stay as they are."""
     found = {}
-    for folder, _, names in os.walk(directory):
-        for name in names:
+    for folder, _, inside in os.walk(directory):
+        for name in inside:
             path = Path(folder, name)
             try:
                 status = path.stat()

@@ -39,14 +39,12 @@ from deltackpt.errors import (
     StorageError,
     UnsupportedRoot,
 )
-from deltackpt.format import chain
-from deltackpt.format import names as layout
+from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import lease, leftovers
 from deltackpt.ledger.lease import Lease
-from deltackpt.reading import foreign
-from deltackpt.reading import saves as stored
+from deltackpt.reading import foreign, saves
 from deltackpt.storage import files
 from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import FileStore, Spot, Stamp
@@ -87,7 +85,7 @@ class Root:
         cls,
         directory: str | os.PathLike[str],
         *,
-        item: str = layout.EMBEDDINGS_ITEM,
+        item: str = names.EMBEDDINGS_ITEM,
         read_only: bool = False,
         after_epoch: int | None = None,
     ) -> Root:
@@ -153,7 +151,7 @@ class Root:
 
     def steps(self) -> list[int]:
         """Committed steps, in no order: one listing of the root."""
-        numbers = map(layout.step_number, files.listing(self.path))
+        numbers = map(names.step_number, files.listing(self.path))
         return [number for number in numbers if number is not None]
 
     def newest_step(self) -> int | None:
@@ -173,7 +171,7 @@ class Root:
                 if name not in self._known:
                     # Removed while it is read, or damaged: it stays unknown.
                     with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = stored.read_save(self.spot / name, self._item).info
+                        self._known[name] = saves.read_save(self.spot / name, self._item).info
                 found[step] = self._known.get(name)
             return found
 
@@ -184,12 +182,12 @@ class Root:
     def _compacted(self) -> dict[str, SaveInfo]:
         """Compacted bases by the names of their steps; each is read once."""
         with self._lock:
-            bases = stored.compacted_bases(self.spot, self._item)
+            bases = saves.compacted_bases(self.spot, self._item)
             self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
             for key in bases.items():
                 if key not in self._bases:
                     with contextlib.suppress(RestoreError, OSError):
-                        found = stored.read_base(self.spot / key[0], self._item)
+                        found = saves.read_base(self.spot / key[0], self._item)
                         self._bases[key] = found.info
             return {name: info for (name, _), info in self._bases.items()}
 
@@ -203,7 +201,7 @@ class Root:
         Raises:
           Damaged: the first that is missing or altered.
         """
-        record = stored.read_save(step_dir, self._item).head
+        record = saves.read_save(step_dir, self._item).head
         if "step" not in record.digests:
             return
         for damage in check_step_files(step_dir, share):
@@ -216,7 +214,7 @@ class Root:
           Damaged: it was not signed, or is altered.
         """
         newest = max(lease.epochs(self.path), default=None)
-        return None if newest is None else lease.read_lease(self.path / layout.lease_name(newest))
+        return None if newest is None else lease.read_lease(self.path / names.lease_name(newest))
 
     def check_lease(self) -> None:
         """Checks that the directory is still the one that was opened, and its lease still ours.
@@ -235,7 +233,7 @@ class Root:
             if not self._signed:
                 return
             with contextlib.suppress(Damaged, FormatTooNew):
-                found = lease.read_lease(self.path / layout.lease_name(newest))
+                found = lease.read_lease(self.path / names.lease_name(newest))
                 if found.holder == self._lease.holder:
                     return
         raise self._fenced(lease.holder(self.path, newest, self._lease.epoch))
@@ -283,7 +281,7 @@ class Root:
         if not later or self._lease is None:
             return []
         self.check_lease()
-        aside = self.path / layout.ROLLED_BACK / run
+        aside = self.path / names.ROLLED_BACK / run
         with files.typed_errors(aside, "make a directory"):
             aside.mkdir(parents=True, exist_ok=True)
             files.fsync_path(aside.parent)
@@ -296,21 +294,21 @@ class Root:
         self._move_bases_aside(step, aside)
         events.warn(
             f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
-            f"to {layout.ROLLED_BACK}/{run}"
+            f"to {names.ROLLED_BACK}/{run}"
         )
         return later
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Compacted bases of later steps go with these, so that they stay whole."""
-        bases = stored.compacted_bases(self.spot, self._item)
+        bases = saves.compacted_bases(self.spot, self._item)
         for name in bases:
-            number = layout.step_number(name)
+            number = names.step_number(name)
             if number is not None and number > step:
-                target = layout.compacted_dir(aside / name, self._item)
+                target = names.compacted_dir(aside / name, self._item)
                 with files.typed_errors(target, "make a directory"):
                     target.parent.mkdir(parents=True, exist_ok=True)
                 files.rename(
-                    layout.compacted_dir(self.step_dir(number), self._item), target, fsync=True
+                    names.compacted_dir(self.step_dir(number), self._item), target, fsync=True
                 )
 
     def remove_leftovers(self) -> None:
@@ -329,7 +327,7 @@ class Root:
                 # Never committed, so nobody reads it; removing it in place works on a full disk.
                 files.remove_tree(self.path / name)
         self.empty_trash()
-        for emptied in self.path.glob(f"{layout.TRASH}/*"):
+        for emptied in self.path.glob(f"{names.TRASH}/*"):
             files.remove_tree(emptied)
 
     def remove_steps(self, steps: Collection[int]) -> None:
@@ -357,7 +355,7 @@ class Root:
 
     def new_trash(self) -> str:
         """A fresh place below the root, by its relative name, to rename removed steps into."""
-        return f"{layout.TRASH}/{uuid.uuid4().hex}"
+        return f"{names.TRASH}/{uuid.uuid4().hex}"
 
     def empty_trash(self) -> None:
         """Removes the steps that were renamed for deletion.
@@ -365,12 +363,12 @@ class Root:
         The renames are on disk before anything in them goes: a power cut leaves a step whole
         or gone.
         """
-        removed = list(self.path.glob(f"{layout.TRASH}/*/*"))
+        removed = list(self.path.glob(f"{names.TRASH}/*/*"))
         if removed:
-            with files.typed_errors(self.path / layout.TRASH, "force to disk"):
+            with files.typed_errors(self.path / names.TRASH, "force to disk"):
                 for folder in {entry.parent for entry in removed}:
                     files.fsync_path(folder)
-                files.fsync_path(self.path / layout.TRASH)
+                files.fsync_path(self.path / names.TRASH)
                 files.fsync_path(self.path)
         for entry in removed:
             files.remove_tree(entry)
@@ -417,7 +415,7 @@ class Root:
             with files.typed_errors(trash, "make a directory"):
                 trash.mkdir(parents=True)
             for name in dropped:
-                base = layout.compacted_dir(self.path / name, self._item)
+                base = names.compacted_dir(self.path / name, self._item)
                 files.rename(base, trash / name, fsync=True)
                 with contextlib.suppress(OSError):  # Another item of the step has a base.
                     base.parent.rmdir()
@@ -436,23 +434,23 @@ class Root:
 
 
 def _refuse_foreign(path: Path) -> None:
-    names = {name for name in files.listing(path) if not name.startswith(".")}
-    if leftovers.is_step_dir(path, names):
+    entries = {name for name in files.listing(path) if not name.startswith(".")}
+    if leftovers.is_step_dir(path, entries):
         raise ForeignDirectory(
             f"{path}: expected a directory of steps, found a step; give {path.parent}, and "
             f"{path.name} as the step"
         )
-    folders = [path, *(path / name for name in names if layout.step_number(name) is None)]
-    if any((folder / layout.PYTREE_METADATA).is_file() for folder in folders):
+    folders = [path, *(path / name for name in entries if names.step_number(name) is None)]
+    if any((folder / names.PYTREE_METADATA).is_file() for folder in folders):
         raise ForeignDirectory(
             f"{path}: expected a directory of steps, found a checkpoint of stock Orbax; make it "
             f"the first base of a directory of its own with 'deltackpt import {path} NEW_DIRECTORY "
             "--tables PATTERN', and go on there"
         )
-    if names and not any(leftovers.is_known(name) for name in names):
+    if entries and not any(leftovers.is_known(name) for name in entries):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found "
-            f"{sorted(names)[:5]}; give the directory of the steps, or an empty one"
+            f"{sorted(entries)[:5]}; give the directory of the steps, or an empty one"
         )
 
 
@@ -476,10 +474,10 @@ def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> s
     if newest is not None:
         step_dir = opened.step_dir(newest)
         with files.typed_errors(step_dir, "read"):
-            paths = step_dir.glob(f"*/{layout.manifest_name(0)}")
+            paths = step_dir.glob(f"*/{names.manifest_name(0)}")
             found = sorted(path.parent.name for path in paths)
     if wanted is None and len(found) < 2:
-        return found[0] if found else layout.EMBEDDINGS_ITEM
+        return found[0] if found else names.EMBEDDINGS_ITEM
     if wanted is not None and (not found or wanted in found):
         return wanted
     raise OptionError(
@@ -490,7 +488,7 @@ def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> s
 
 def _refuse_other_item(path: Path, item: str) -> None:
     """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
-    steps = [name for name in files.listing(path) if layout.step_number(name) is not None]
+    steps = [name for name in files.listing(path) if names.step_number(name) is not None]
     newest = path / max(steps, key=int, default="")
     if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):
         raise foreign.foreign(newest, item)

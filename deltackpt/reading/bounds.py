@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
-from deltackpt.format import blocks, manifest, records
-from deltackpt.format import names as layout
+from deltackpt.format import blocks, manifest, names, records
 from deltackpt.format.manifest import (
     ArrayEntry,
     Encoding,
@@ -276,12 +275,12 @@ def _check_arrays(segment: Segment, group: GroupEntry) -> None:
             entries[name], (segment.count, *array.trailing), (array.dtype.name,), array.byte_planes
         )
     if segment.ranges is None:
-        require(layout.GAPS in entries, f"an array {layout.GAPS}", "none in the manifest")
-        _check_array(entries[layout.GAPS], (segment.count,), ("uint32", "uint64"), False)
+        require(names.GAPS in entries, f"an array {names.GAPS}", "none in the manifest")
+        _check_array(entries[names.GAPS], (segment.count,), ("uint32", "uint64"), False)
     beside = dict(_beside(segment, group, entries))
     for name, (shape, dtype) in beside.items():
         _check_array(entries[name], shape, (dtype,), False)
-    known = {*expected, *beside, *([] if segment.ranges is not None else [layout.GAPS])}
+    known = {*expected, *beside, *([] if segment.ranges is not None else [names.GAPS])}
     require(entries.keys() <= known, f"arrays {sorted(known)}", sorted(entries), "arrays")
 
 

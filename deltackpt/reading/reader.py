@@ -20,8 +20,7 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, RestoreError
-from deltackpt.format import blocks, gaps
-from deltackpt.format import names as layout
+from deltackpt.format import blocks, gaps, names
 from deltackpt.format.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ArrayEntry, FieldSpec, Layout, Segment
@@ -420,7 +419,7 @@ def gap_rows(
     Raises:
       Damaged: they are missing or altered.
     """
-    entry = next(entry for entry in segment.arrays if entry.name == layout.GAPS)
+    entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
     stop = entry.shape[0] if stop is None else stop
     out = memory.empty_buffer((stop - start,), np.dtype(entry.dtype))
     part.read_array(segment, entry, start, stop, out)

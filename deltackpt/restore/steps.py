@@ -27,8 +27,7 @@ from deltackpt.errors import (
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import bounds, reader
-from deltackpt.reading import saves as stored
+from deltackpt.reading import bounds, reader, saves
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Wanted, wanted_rows
@@ -110,8 +109,8 @@ class Found:
           StepGone: it was removed, and another save may have its number.
         """
         if {*others} - {self.target.info.save_id}:
-            raise stored.gone(self.target.step_dir)
-        stored.check_stands(self.target)
+            raise saves.gone(self.target.step_dir)
+        saves.check_stands(self.target)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,10 +167,10 @@ class StepReader:
           RestoreError: what is wrong with the step, or with what was asked for.
         """
         step_dir = self._root.step_dir(step)
-        with stored.standing(step_dir):
+        with saves.standing(step_dir):
             source, problem = self._source(service)
-            saves = None if source is not None else stored.read_chain(step_dir, self._item)
-            target = stored.read_save(step_dir, self._item) if saves is None else saves[-1]
+            chain = None if source is not None else saves.read_chain(step_dir, self._item)
+            target = saves.read_save(step_dir, self._item) if chain is None else chain[-1]
             expected = None if template is None else tables.split(template, self._choice)
             wanted = None
             if template is None and rows is None:
@@ -183,7 +182,7 @@ class StepReader:
                 wanted = placing.wanted_of(expected.fields)
             if rows is None:
                 self._root.check_step_files(step_dir, self._share)
-        return Found(step, target, saves, source, problem, expected, wanted, dense=rows is None)
+        return Found(step, target, chain, source, problem, expected, wanted, dense=rows is None)
 
     def load(self, found: Found, agreed: SaveId, progress: Progress | None) -> Loaded:
         """Merged tables and Orbax's dense leaves.
@@ -228,8 +227,8 @@ class StepReader:
     def _standing(self, found: Found) -> contextlib.AbstractContextManager[None]:
         target = found.target
         save_id = target.info.save_id
-        return stored.standing(
-            target.step_dir, stands=lambda: stored.stands(target.step_dir, save_id, self._item)
+        return saves.standing(
+            target.step_dir, stands=lambda: saves.stands(target.step_dir, save_id, self._item)
         )
 
     def _source(self, service: Service) -> tuple[RowSource | None, ServiceError | None]:
@@ -262,8 +261,8 @@ class StepReader:
                 problem,
                 extra={"process_index": process},
             )
-        saves = found.saves or stored.read_chain(found.target.step_dir, self._item)
-        merged = reader.restore_tables(saves, wanted=found.wanted, progress=progress)
+        chain = found.saves or saves.read_chain(found.target.step_dir, self._item)
+        merged = reader.restore_tables(chain, wanted=found.wanted, progress=progress)
         return Loaded(merged, {}, problem)
 
     def _from_source(self, source: RowSource, found: Found) -> RestoredTables:
@@ -286,7 +285,7 @@ class StepReader:
     def _dense(self, found: Found) -> dict[str, Any]:
         if not found.target.layout.dense:
             return {}
-        stored.check_dense(found.target)
+        saves.check_dense(found.target)
         abstract = None if found.expected is None else found.expected.dense
         return self._others.dense(found.step, abstract)
 

@@ -19,7 +19,7 @@ from deltackpt.errors import (
     ServiceUnavailable,
     TooLittleMemory,
 )
-from deltackpt.format import names as layout
+from deltackpt.format import names as file_names
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Wanted
@@ -89,7 +89,7 @@ class RestoreService:
     It keeps no connection: every call finds the members anew, so that it survives their restarts.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM):
+    def __init__(self, directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM):
         """See ``service.connect``."""
         self.directory = os.fspath(Path(directory).absolute())
         self.item = item
@@ -229,7 +229,7 @@ class RestoreService:
 
 
 def connect(
-    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
+    directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM
 ) -> RestoreService:
     """The running service of a directory.
 
@@ -246,7 +246,7 @@ def connect(
 
 
 def find(
-    directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM
+    directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM
 ) -> RestoreService | None:
     """As ``connect``; None where there is none."""
     if not ray.is_initialized() or not names.members(names.key(directory, item)):

@@ -13,7 +13,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deltackpt.errors import OptionError, ServiceMismatch, ServiceUnavailable
-from deltackpt.format import names as layout
+from deltackpt.format import names as file_names
 from deltackpt.ledger.directory import Root
 from deltackpt.service import names
 from deltackpt.service.actor import CONCURRENCY, RestoreActor
@@ -92,7 +92,7 @@ def start(
     return RestoreService(path, options.item)
 
 
-def stop(directory: str | os.PathLike[str], item: str = layout.EMBEDDINGS_ITEM) -> int:
+def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM) -> int:
     """Ends the service of a directory; steps and compacted bases stay.
 
     Returns:

@@ -35,8 +35,7 @@ from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import merge, reader
-from deltackpt.reading import saves as stored
+from deltackpt.reading import merge, reader, saves
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import Read
 from deltackpt.reading.saves import StoredSave
@@ -183,7 +182,7 @@ class Follower:
                 failure = failure or problem
                 continue
             try:
-                with stored.standing(step_dir):
+                with saves.standing(step_dir):
                     taken = self._take(step_dir)
             except StepGone as error:
                 failure = failure or without_frames(error)
@@ -254,7 +253,7 @@ class Follower:
 
     def _take(self, step_dir: Path) -> bool:
         """Makes a step the state that is held; False where it is that already."""
-        newest = stored.read_save(step_dir, self._item)
+        newest = saves.read_save(step_dir, self._item)
         held = self._holding
         if held is not None and held.save.save_id == newest.info.save_id:
             return False
@@ -264,13 +263,13 @@ class Follower:
                 self._apply(further, held.chain)
                 return True
             except RestoreError as error:
-                stored.raise_if_removed(further, error)
-                base = stored.read_chain(step_dir, self._item)[0]
+                saves.raise_if_removed(further, error)
+                base = saves.read_chain(step_dir, self._item)[0]
                 if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
                 # A base was compacted meanwhile that stands for what is damaged, or nothing is
                 # held any more.
-        stored.read_whole(stored.read_chain(step_dir, self._item), self._take_chain)
+        saves.read_whole(saves.read_chain(step_dir, self._item), self._take_chain)
         return True
 
     def _take_chain(self, saves: Sequence[StoredSave]) -> None:
@@ -430,7 +429,7 @@ def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
         if parent.save_id == held.save.save_id:
             return found[::-1]
         try:
-            save = stored.read_save(newest.step_dir.parent / parent.step_dir, newest.item)
+            save = saves.read_save(newest.step_dir.parent / parent.step_dir, newest.item)
         except (RestoreError, StorageError):
             return None
         if save.info.save_id != parent.save_id:

@@ -24,8 +24,7 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format import manifest, records
-from deltackpt.format import names as layout
+from deltackpt.format import manifest, names, records
 from deltackpt.format.manifest import ArrayEntry, Manifest
 from deltackpt.storage import arrays, files
 from deltackpt.storage.arrays import ChunkSums
@@ -192,7 +191,7 @@ def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
 
 def read_item_digests(item_dir: Spot | Path, record: Manifest) -> Digests:
     """Digests of a process's part, as its manifest promises them."""
-    path = item_dir / layout.digests_name(record.process)
+    path = item_dir / names.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
@@ -263,15 +262,15 @@ def check_step_files(
 
     def chosen(digests: Digests) -> Digests:
         def is_chosen(name: str) -> bool:
-            return wanted(name) or layout.step_digests_process(name) is not None
+            return wanted(name) or names.step_digests_process(name) is not None
 
         return Digests({name: of for name, of in digests.files.items() if is_chosen(name)})
 
     try:
-        digests = read_digests(step_dir / layout.STEP_DIGESTS)
+        digests = read_digests(step_dir / names.STEP_DIGESTS)
         damage = check(step_dir, chosen(digests), share=share)
         for name in digests.files:
-            process = layout.step_digests_process(name)
+            process = names.step_digests_process(name)
             if process is not None and process % count == number:
                 damage += check(step_dir, chosen(read_digests(step_dir / name)))
     except Damaged as error:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.format.records import MOST_BYTES
 
 
@@ -117,7 +117,7 @@ def length(path: Path, name: str) -> int:
 def object_name(path: PurePath, components: int = 3) -> str:
     """The last components of a path: enough to find it in a checkpoint directory."""
     first = max(0, len(path.parts) - components)
-    if first and path.parts[first - 1] == layout.COMPACTED:
+    if first and path.parts[first - 1] == names.COMPACTED:
         first -= 1  # Not what it stands for.
     return "/".join(path.parts[first:])
 
@@ -190,8 +190,8 @@ def fsync_tree(directory: Path, *, folders_only: bool = False) -> None:
       StorageError: the store refused.
     """
     with typed_errors(directory, "force to disk"):
-        for folder, _, names in os.walk(directory, topdown=False):
-            for name in () if folders_only else names:
+        for folder, _, inside in os.walk(directory, topdown=False):
+            for name in () if folders_only else inside:
                 fsync_path(Path(folder, name))
             fsync_path(Path(folder))
 
@@ -214,8 +214,8 @@ def remove_tree(directory: Path) -> None:
 def tree_bytes(directory: Path) -> int:
     """Bytes of all files below a directory, from which others may remove files meanwhile."""
     total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
+    for folder, _, inside in os.walk(directory):
+        for name in inside:
             with contextlib.suppress(OSError):  # It was removed; or nobody can read it.
                 total += os.stat(os.path.join(folder, name)).st_size
     return total

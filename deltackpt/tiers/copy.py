@@ -40,8 +40,7 @@ from deltackpt.errors import (
     StorageError,
     TargetDiffers,
 )
-from deltackpt.format import chain
-from deltackpt.format import names as layout
+from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.reading.reader import Progress
@@ -90,7 +89,7 @@ def copy(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    item: str = layout.EMBEDDINGS_ITEM,
+    item: str = names.EMBEDDINGS_ITEM,
     steps: Collection[int] | None = None,
     all_steps: bool = False,
     recheck: bool = False,
@@ -316,7 +315,7 @@ class _Memory:
 
 
 def _place(
-    where: str | os.PathLike[str], endpoint: str | None, item: str = layout.EMBEDDINGS_ITEM
+    where: str | os.PathLike[str], endpoint: str | None, item: str = names.EMBEDDINGS_ITEM
 ) -> Directory | ObjectStore:
     """What a path, a URL or a spec means."""
     text = os.fspath(where)
@@ -415,7 +414,7 @@ def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[
         parent = save.parent
         if parent is None or parent.step_dir in saves:
             break
-        if layout.step_number(parent.step_dir) is None:
+        if names.step_number(parent.step_dir) is None:
             raise Damaged(
                 f"{source.name}/{save.step_dir}", "a step as its parent", repr(parent.step_dir)
             )

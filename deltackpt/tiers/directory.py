@@ -14,14 +14,12 @@ from deltackpt.errors import (
     RestoreError,
     StorageError,
 )
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import epochs
-from deltackpt.reading import inventory
-from deltackpt.reading import saves as stored
-from deltackpt.storage import digests as integrity
-from deltackpt.storage import files
+from deltackpt.reading import inventory, saves
+from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
 from deltackpt.tiers.places import (
     Unit,
@@ -70,8 +68,8 @@ class Directory:
             return None
         try:
             if unit.item is None:
-                return stored.read_save(step_dir, self.item).info
-            return stored.read_base(step_dir, unit.item).info
+                return saves.read_save(step_dir, self.item).info
+            return saves.read_base(step_dir, unit.item).info
         except RestoreError:
             if not folder.is_dir():  # It was removed meanwhile.
                 return None
@@ -92,7 +90,7 @@ class Directory:
         known = dict(found.files)
         if found.scope:
             # Another manager committed it: Orbax's files have no digests but what they are now.
-            known = {**integrity.digest_tree(folder, skip=known.__contains__), **known}
+            known = {**digests.digest_tree(folder, skip=known.__contains__), **known}
         return known
 
     def read(self, unit: Unit, name: str) -> bytes:
@@ -112,7 +110,7 @@ class Directory:
         if any(length(folder / name) != digest.length for name, digest in expected.items()):
             return False
         records = {name: digest for name, digest in expected.items() if name.endswith(".msgpack")}
-        return not integrity.check_files(folder, expected if recheck else records)
+        return not digests.check_files(folder, expected if recheck else records)
 
     def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``."""
@@ -133,7 +131,7 @@ class Directory:
     def written(self, unit: Unit, name: str, expected: Digest) -> bool:
         """See ``Place``."""
         path = self._staged(unit) / name
-        return path.is_file() and integrity.digest_file(path)[:3] == expected[:3]
+        return path.is_file() and digests.digest_file(path)[:3] == expected[:3]
 
     def write(self, unit: Unit, name: str, data: bytes) -> None:
         """See ``Place``."""
@@ -186,11 +184,11 @@ class Directory:
         return self._path / unit.name
 
     def _staged(self, unit: Unit) -> Path:
-        return self._path / layout.COPYING / unit.name.replace("/", ".")
+        return self._path / names.COPYING / unit.name.replace("/", ".")
 
     def _aside(self, unit: Unit) -> Path:
         """Where a damaged unit is while another takes its place; no trainer empties it."""
-        return self._path / layout.COPYING / "replaced" / unit.name.replace("/", ".")
+        return self._path / names.COPYING / "replaced" / unit.name.replace("/", ".")
 
     def _require_same(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """Checks that what has the name of a unit is the same save, whole or damaged."""
@@ -199,5 +197,5 @@ class Directory:
             data = files.read_bytes(self._folder(unit) / head)
         except Damaged as error:
             raise differs(f"{self.name}/{unit.name}", f"no {head}") from error
-        if integrity.digest_bytes(data)[:3] != expected[head][:3]:
+        if digests.digest_bytes(data)[:3] != expected[head][:3]:
             raise differs(f"{self.name}/{unit.name}", f"another save, or damage, in {head}")

@@ -10,10 +10,9 @@ from typing import Any
 from deltackpt.errors import (
     Damaged,
 )
-from deltackpt.format import manifest
-from deltackpt.format import names as layout
+from deltackpt.format import manifest, names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.storage import digests as integrity
+from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import Exists, Missing, Store
@@ -47,8 +46,8 @@ class ObjectStore:
 
     def steps(self) -> list[int]:
         """See ``Place``."""
-        names = [key.removesuffix(".msgpack") for key in self._keys(layout.COPIED)]
-        return [int(name) for name in names if layout.step_number(name) is not None]
+        stems = [key.removesuffix(".msgpack") for key in self._keys(names.COPIED)]
+        return [int(name) for name in stems if names.step_number(name) is not None]
 
     def in_use(self) -> str | None:
         """See ``Place``; no trainer commits to an object store."""
@@ -109,7 +108,7 @@ class ObjectStore:
         # Of two that come at the same moment one is refused, and reads the other's.
         with contextlib.suppress(Exists):
             claim = self._claim(unit, expected)
-            self._store.put(f"{layout.COPIED}/{unit.name}.claim", claim, absent=True)
+            self._store.put(f"{names.COPIED}/{unit.name}.claim", claim, absent=True)
         self._require_claim(unit, expected)
         self._store.delete([self._marker_key(unit)])
 
@@ -127,32 +126,32 @@ class ObjectStore:
     def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``."""
         self._require_claim(unit, expected)
-        marker = integrity.digests_bytes(Digests.of(expected))
+        marker = digests.digests_bytes(Digests.of(expected))
         self._store.put(self._marker_key(unit), marker)
 
     def _claim(self, unit: Unit, expected: Mapping[str, Digest]) -> bytes:
         """What says which save a name belongs to: the digest of its first manifest."""
         head = head_name(unit, self.item)
-        return integrity.digests_bytes(Digests.of({head: expected[head]}))
+        return digests.digests_bytes(Digests.of({head: expected[head]}))
 
     def _require_claim(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        key = f"{layout.COPIED}/{unit.name}.claim"
+        key = f"{names.COPIED}/{unit.name}.claim"
         if self._get(key) != self._claim(unit, expected):
             raise differs(f"{self.name}/{unit.name}", f"that {key} claims it for another save")
 
     def _is(self, unit: Unit, name: str, expected: Digest) -> bool:
         data = self._get(f"{unit.name}/{name}")
-        return data is not None and integrity.digest_bytes(data)[:3] == expected[:3]
+        return data is not None and digests.digest_bytes(data)[:3] == expected[:3]
 
     def _marker_key(self, unit: Unit) -> str:
-        return layout.copied_name(unit.name)
+        return names.copied_name(unit.name)
 
     def _marker(self, unit: Unit) -> dict[str, Digest] | None:
         key = self._marker_key(unit)
         data = self._get(key)
         if data is None:
             return None
-        found = integrity.digests_from(data, name=f"{self.name}/{key}")
+        found = digests.digests_from(data, name=f"{self.name}/{key}")
         return {name: found.digest(name) for name in found.files}
 
     def _get(self, key: str) -> bytes | None:

@@ -12,9 +12,9 @@ from deltackpt.errors import (
     StepGone,
     TargetDiffers,
 )
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.storage import digests as integrity
+from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest
 
 
@@ -29,7 +29,7 @@ class Unit(NamedTuple):
         """Its path below a root."""
         if self.item is None:
             return self.step_dir
-        return f"{layout.COMPACTED}/{self.step_dir}/{self.item}"
+        return f"{names.COMPACTED}/{self.step_dir}/{self.item}"
 
 
 class Place(Protocol):
@@ -112,7 +112,7 @@ OTHER_COPY = "copy it there again from an intact source"
 
 def head_name(unit: Unit, item: str) -> str:
     """Path of the manifest of process 0 in a unit: it says which save it is."""
-    name = layout.manifest_name(0)
+    name = names.manifest_name(0)
     return name if unit.item is not None else f"{item}/{name}"
 
 
@@ -134,7 +134,7 @@ def differs(shown: str, found: str) -> TargetDiffers:
 
 def check_bytes(shown: str, data: bytes, expected: Digest) -> None:
     """Checks what was read against its digest."""
-    found = integrity.digest_bytes(data)
+    found = digests.digest_bytes(data)
     if found[:3] != expected[:3]:
         raise Damaged(
             shown,

@@ -27,16 +27,14 @@ from pathlib import Path
 from typing import Literal
 
 from deltackpt.errors import Damaged, InUse, RestoreError, StorageError
-from deltackpt.format import chain
-from deltackpt.format import names as layout
+from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import locks
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import epochs
 from deltackpt.ledger.leftovers import is_leftover
-from deltackpt.reading import inventory
-from deltackpt.reading import saves as stored
+from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.upkeep import compact
 
@@ -118,7 +116,7 @@ class Collectable:
 def collectable(
     directory: str | os.PathLike[str],
     *,
-    item: str = layout.EMBEDDINGS_ITEM,
+    item: str = names.EMBEDDINGS_ITEM,
     retention: Retention = KEEP_ALL,
     rolled_back: bool = False,
 ) -> Collectable:
@@ -156,7 +154,7 @@ def _look(
     if rolled_back:
         found += [
             _removable(path, run.relative_to(path), "rollback", "a rollback moved it aside")
-            for run in _entries(path / layout.ROLLED_BACK)
+            for run in _entries(path / names.ROLLED_BACK)
         ]
     gone = {entry.name for entry in found if entry.kind == "step"}
     kept = sorted(step for step in opened.steps() if str(step) not in gone)
@@ -172,7 +170,7 @@ def _look(
 def collect(
     directory: str | os.PathLike[str],
     *,
-    item: str = layout.EMBEDDINGS_ITEM,
+    item: str = names.EMBEDDINGS_ITEM,
     retention: Retention = KEEP_ALL,
     rolled_back: bool = False,
     offline: bool = False,
@@ -207,7 +205,7 @@ def collect(
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(path))
-        if (path / layout.COMPACTED).is_dir():
+        if (path / names.COMPACTED).is_dir():
             stack.enter_context(compact.exclusive(path))
         # Taking the lease, from whoever was judged to have ended, removes what was cut.
         opened = stack.enter_context(
@@ -237,7 +235,7 @@ def exclusive(path: Path) -> Iterator[None]:
       InUse: another process holds it.
       StorageError: it cannot be written.
     """
-    place = path / layout.COPYING
+    place = path / names.COPYING
     name = place / "lock"
     refusal = InUse(
         f"{path}: expected no other copy to it or collection of it, found its lock held by another "
@@ -270,7 +268,7 @@ def _move_to_trash(opened: Root, removable: Removable, number: int) -> None:
 
 def _remove_empty(path: Path, item: str) -> None:
     """Folders that nothing is left in."""
-    for folder in (*_entries(path / layout.COMPACTED), *_entries(path / layout.TRASH)):
+    for folder in (*_entries(path / names.COMPACTED), *_entries(path / names.TRASH)):
         if folder.is_dir():
             with contextlib.suppress(OSError):  # Another item of the step has a base.
                 folder.rmdir()
@@ -281,10 +279,10 @@ def _cut(path: Path) -> Iterator[Removable]:
     for name in sorted(os.listdir(path)):
         if is_leftover(name):
             yield _removable(path, Path(name), "cut save", "it was never committed")
-    for entry in (one for trash in _entries(path / layout.TRASH) for one in _entries(trash)):
+    for entry in (one for trash in _entries(path / names.TRASH) for one in _entries(trash)):
         yield _removable(path, entry.relative_to(path), "cut deletion", "it was being deleted")
-    for entry in _entries(path / layout.COMPACTED):
-        if layout.is_compaction(entry.name):
+    for entry in _entries(path / names.COMPACTED):
+        if names.is_compaction(entry.name):
             yield _removable(
                 path, entry.relative_to(path), "cut compaction", "it was never published"
             )
@@ -339,19 +337,19 @@ class _Plan:
         for step in steps:
             yield _removable(self._path, Path(str(step)), "step", "no step that is kept needs it")
 
-    def _removable_bases(self, names: Sequence[str]) -> Iterator[Removable]:
-        for name in names:
-            below = layout.compacted_dir(self._path / name, self._item).relative_to(self._path)
+    def _removable_bases(self, bases: Sequence[str]) -> Iterator[Removable]:
+        for name in bases:
+            below = names.compacted_dir(self._path / name, self._item).relative_to(self._path)
             yield _removable(self._path, below, "compacted base", "no chain ends in it")
 
     def _bases(self) -> Mapping[str, SaveInfo]:
         """Compacted bases by the names of their steps; those that cannot be read stay."""
         bases = {}
-        for name in stored.compacted_bases(self._path, self._item):
+        for name in saves.compacted_bases(self._path, self._item):
             try:
-                bases[name] = stored.read_base(self._path / name, self._item).info
+                bases[name] = saves.read_base(self._path / name, self._item).info
             except (RestoreError, StorageError) as error:
-                self._notes.append(f"{layout.COMPACTED}/{name} stays, it is damaged: {error}")
+                self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {error}")
         return bases
 
     def _live(
@@ -372,7 +370,7 @@ class _Plan:
         return frozenset(steps) & frozenset(infos)
 
     def _other_items(self, steps: Collection[int]) -> set[str]:
-        pattern = f"*/{layout.manifest_name(0)}"
+        pattern = f"*/{names.manifest_name(0)}"
         found = (path for step in steps for path in (self._path / str(step)).glob(pattern))
         return {path.parent.name for path in found} - {self._item}
 
@@ -403,9 +401,9 @@ class _Plan:
         return False
 
     def _is_damaged_base(self, name: str) -> bool:
-        damage = self._damage(self._path / layout.COMPACTED / name)
+        damage = self._damage(self._path / names.COMPACTED / name)
         if damage is not None:
-            self._notes.append(f"{layout.COMPACTED}/{name} stays, it is damaged: {damage}")
+            self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {damage}")
         return damage is not None
 
     def _damage(self, folder: Path, *, inside: bool = True) -> Damaged | None:
@@ -450,7 +448,7 @@ def in_use(opened: Root) -> str | None:
     if lease.runs:
         return f"{holder}, which lives"
     changes = {
-        "a lease": _own_change(path / layout.lease_name(lease.epoch)),
+        "a lease": _own_change(path / names.lease_name(lease.epoch)),
         "a newest step": _own_change(path / str(opened.newest_step())),
         "something unfinished": max((_changed(path / one.name) for one in _cut(path)), default=0.0),
     }
@@ -483,8 +481,8 @@ def _entries(folder: Path) -> list[Path]:
 def _changed(directory: Path) -> float:
     """When anything in a directory last changed, in seconds since 1970."""
     newest = 0.0
-    for folder, _, names in os.walk(directory):
-        for path in (Path(folder), *(Path(folder, name) for name in names)):
+    for folder, _, inside in os.walk(directory):
+        for path in (Path(folder), *(Path(folder, name) for name in inside)):
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, path.stat().st_mtime)
     return newest

@@ -21,8 +21,7 @@ from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import reader
-from deltackpt.reading import saves as stored
+from deltackpt.reading import reader, saves
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import HeldRows
 from deltackpt.reading.saves import StoredPart, StoredSave
@@ -160,15 +159,15 @@ def restore_plan(
     if step is None:
         raise StepNotFound(f"{opened.path}: expected committed steps, found none; check the path")
     step_dir = opened.step_dir(step)
-    with stored.standing(step_dir, instead="ask for"):
+    with saves.standing(step_dir, instead="ask for"):
         started = time.perf_counter()
-        saves = stored.read_chain(step_dir, item)
-        with stored.standing_chain(saves):
-            for save in saves:
+        walked = saves.read_chain(step_dir, item)
+        with saves.standing_chain(walked):
+            for save in walked:
                 for part in save.parts():
                     part.checksums  # noqa: B018  (reads the digests)
             records_secs = time.perf_counter() - started
-            return _plan(step, saves, _dense_files(step_dir, item), records_secs)
+            return _plan(step, walked, _dense_files(step_dir, item), records_secs)
 
 
 def _plan(

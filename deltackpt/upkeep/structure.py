@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.format import blocks, manifest
-from deltackpt.format import names as layout
+from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
 from deltackpt.reading import bounds, reader
@@ -39,7 +38,7 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
     held: dict[tuple[str, str], list[tuple[Span | None, blocks.Rows]]] = {}
     for part in parts:
         for segment in part.record.segments:
-            place = f"{layout.part_dir(Path(), part.record.process)}/{segment.name}"
+            place = f"{names.part_dir(Path(), part.record.process)}/{segment.name}"
             wrong = list(_segment_problems(part, segment))
             yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
             if not wrong:
@@ -57,13 +56,13 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
 def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
     """Where what several processes wrote does not fit together."""
     for record in records:
-        name = layout.manifest_name(record.process)
+        name = names.manifest_name(record.process)
         for field in ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c"):
             wanted, found = getattr(head, field), getattr(record, field)
             if wanted != found:
                 yield name, f"{field} {wanted} as process 0 says", f"{field} {found}"
     for part, record in zip(head.parts, records, strict=False):
-        name = layout.manifest_name(part.process)
+        name = names.manifest_name(part.process)
         if record.process != part.process:
             yield name, f"the part of process {part.process}", f"that of {record.process}"
         if part.nbytes != (own := _own_bytes(record)):
@@ -75,7 +74,7 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
             wanted = group.rows * sum(manifest.width(spec.trailing) for spec in group.fields)
             found = sum(record.owned_cells.get(group.name, 0) for record in records)
             if found != wanted:
-                name = layout.manifest_name(0)
+                name = names.manifest_name(0)
                 yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
 
 

@@ -27,14 +27,12 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
 )
-from deltackpt.format import chain
-from deltackpt.format import names as layout
+from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Manifest, ParentRef, SaveId
-from deltackpt.ledger import directory as root
 from deltackpt.ledger import lease, leftovers
-from deltackpt.reading import inventory
-from deltackpt.reading import saves as stored
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import inventory, saves
 from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.storage import digests
@@ -52,7 +50,7 @@ _INTERVAL_SECS = 0.1
 def verify_root(
     directory: str | os.PathLike[str],
     *,
-    item: str = layout.EMBEDDINGS_ITEM,
+    item: str = names.EMBEDDINGS_ITEM,
     steps: Collection[int] | None = None,
     progress: Progress | None = None,
 ) -> RootReport:
@@ -70,8 +68,8 @@ def verify_root(
       ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
     """
     started = time.perf_counter()
-    opened = root.Root.open(directory, item=item, read_only=True)
-    if not opened.steps() and not stored.compacted_bases(opened.path, item):
+    opened = Root.open(directory, item=item, read_only=True)
+    if not opened.steps() and not saves.compacted_bases(opened.path, item):
         raise StepNotFound(f"{opened.path}: expected committed steps, found none; check the path")
     missing = set(steps or ()) - set(opened.steps())
     if missing:
@@ -129,7 +127,7 @@ class _Audit:
 
     def __init__(
         self,
-        opened: root.Root,
+        opened: Root,
         item: str,
         steps: Collection[int] | None,
         progress: Progress | None,
@@ -204,9 +202,9 @@ class _Audit:
             stamp = folder.stamp()
             if stamp is not None:
                 yield _Save(str(step), folder, folder, stamp)
-        for name, stamp in sorted(stored.compacted_bases(at, self._item).items()):
-            folder = layout.compacted_dir(at / name, self._item)
-            yield _Save(f"{layout.COMPACTED}/{name}", folder.parent, folder, stamp)
+        for name, stamp in sorted(saves.compacted_bases(at, self._item).items()):
+            folder = names.compacted_dir(at / name, self._item)
+            yield _Save(f"{names.COMPACTED}/{name}", folder.parent, folder, stamp)
 
     def _needed(self, standing: Mapping[str, _Save]) -> set[int]:
         """Steps that the wanted ones need, as far as their manifests can be read."""
@@ -220,7 +218,7 @@ class _Audit:
             save = standing.get(str(step))
             if save is not None:
                 with contextlib.suppress(RestoreError, StorageError):
-                    parent = stored.read_save(save.step_dir, self._item).info.parent
+                    parent = saves.read_save(save.step_dir, self._item).info.parent
                     if parent is not None and parent.step_dir.isdecimal():
                         pending.append(int(parent.step_dir))
         return needed
@@ -270,7 +268,7 @@ class _Audit:
         if ours and inside.endswith("/zarr.json"):
             stops = "nothing"  # It is there for other readers.
         elif ours and (
-            layout.is_of_part(inside) or inside in (layout.manifest_name(0), layout.digests_name(0))
+            names.is_of_part(inside) or inside in (names.manifest_name(0), names.digests_name(0))
         ):
             stops = "chain"
         return Problem(
@@ -300,14 +298,14 @@ class _Audit:
         found = f"a {head.kind} of step {head.save_id.step}"
         if "/" in save.name and wanted != found:
             yield Problem(
-                object_name=f"{save.name}/{self._item}/{layout.manifest_name(0)}",
+                object_name=f"{save.name}/{self._item}/{names.manifest_name(0)}",
                 expected=wanted,
                 found=found,
                 stops="chain",
             )
         if "/" not in save.name:
             try:
-                stored.check_dense(stored.read_save(save.step_dir, self._item))
+                saves.check_dense(saves.read_save(save.step_dir, self._item))
             except Damaged as error:
                 yield self._problem(save, error)
             except (RestoreError, StorageError):
@@ -318,9 +316,9 @@ class _Audit:
         try:
             if "/" in save.name:
                 step_dir = self._root.spot / save.step_dir.name
-                held = stored.read_base(step_dir, self._item)
+                held = saves.read_base(step_dir, self._item)
             else:
-                held = stored.read_save(save.step_dir, self._item)
+                held = saves.read_save(save.step_dir, self._item)
             for name, expected, found in structure_problems(held):
                 yield Problem(
                     object_name=f"{save.name}/{self._item}/{name}",
@@ -341,7 +339,7 @@ class _Audit:
     def _verdict(self, step: int) -> StepVerdict:
         _, report, info = self._found[str(step)]
         # These are read although a compacted base stands for the save.
-        own = tuple(f"{self._item}/{of(0)}" for of in (layout.manifest_name, layout.digests_name))
+        own = tuple(f"{self._item}/{of(0)}" for of in (names.manifest_name, names.digests_name))
         if (
             info is None
             or report.stops("step")
@@ -349,14 +347,14 @@ class _Audit:
         ):
             return StepVerdict(step=step, restorable=False, broken_by=(str(step),))
         broken: list[str] = []
-        names: list[str] = []
+        read: list[str] = []
 
         def intact(save: SaveInfo) -> SaveInfo | None:
             held = self._intact(save, broken)
             if held is None:
                 return None
             name, save = held
-            names.append(name)
+            read.append(name)
             return save
 
         def find(parent: ParentRef) -> SaveInfo | None:
@@ -369,15 +367,15 @@ class _Audit:
         if not broken:
             try:
                 chain.restore_chain(target or info, saves)
-                return StepVerdict(step=step, restorable=True, chain=tuple(reversed(names)))
+                return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
 
     def _info_of(self, save_id: SaveId, step_dir: str) -> SaveInfo | None:
         """The save of that id; else the one that stands in its place, which is another."""
-        names = (f"{layout.COMPACTED}/{step_dir}", step_dir)
-        found = [self._found[name][2] for name in names if name in self._found]
+        places = (f"{names.COMPACTED}/{step_dir}", step_dir)
+        found = [self._found[name][2] for name in places if name in self._found]
         known = [info for info in found if info is not None]
         for info in known:
             if info.save_id == save_id:
@@ -390,7 +388,7 @@ class _Audit:
     def _intact(self, info: SaveInfo, broken: list[str]) -> tuple[str, SaveInfo] | None:
         """What a reader takes for a save: its compacted base, else itself."""
         damaged = []
-        for name in (f"{layout.COMPACTED}/{info.step_dir}", info.step_dir):
+        for name in (f"{names.COMPACTED}/{info.step_dir}", info.step_dir):
             if name in self._found:
                 _, report, found = self._found[name]
                 if found is None or report.stops("chain"):
@@ -405,20 +403,20 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
     """Problems and notes of what stands beside the steps."""
     problems, notes = [], []
     for name in sorted(os.listdir(path)):
-        if layout.lease_epoch(name) is not None:
+        if names.lease_epoch(name) is not None:
             problems += _lease_problems(path / name)
-        elif name == layout.COMPACTED:
+        elif name == names.COMPACTED:
             notes += [
                 f"{name}/{entry}: a compaction that was cut, or is under way"
                 for entry in _listing(path / name)
-                if layout.is_compaction(entry)
+                if names.is_compaction(entry)
             ]
-        elif name in (layout.TRASH, layout.ROLLED_BACK):
-            what = "removed steps" if name == layout.TRASH else "steps that were rolled back"
+        elif name in (names.TRASH, names.ROLLED_BACK):
+            what = "removed steps" if name == names.TRASH else "steps that were rolled back"
             found = sum(len(_listing(path / name / run)) for run in _listing(path / name))
             if found:
                 notes.append(f"{name}/: {found} {what}, not verified")
-        elif name == layout.COPYING:
+        elif name == names.COPYING:
             notes.append(f"{name}/: a copy that was cut off, or is under way")
         elif leftovers.is_leftover(name):
             notes.append(f"{name}: a save that was cut off, or is under way")

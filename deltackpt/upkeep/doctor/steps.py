@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deltackpt.errors import Damaged, DeltackptError
-from deltackpt.format import names as layout
+from deltackpt.format import names
 from deltackpt.upkeep.doctor.findings import (
     SCHEME,
     SCRATCH,
@@ -38,7 +38,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     try:
         with contextlib.closing(Root.open(directory, read_only=True)) as opened:
             steps = sorted(opened.steps())
-        names = sorted(os.listdir(path))
+        entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
         yield Finding(
             area="directory",
@@ -65,15 +65,15 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         found=f"{len(steps)} committed{newest}",
         figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
     )
-    yield from _leftovers(path, names)
-    yield from _lease(path, names)
+    yield from _leftovers(path, entries)
+    yield from _lease(path, entries)
 
 
-def _leftovers(path: Path, names: Iterable[str]) -> Iterator[Finding]:
+def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     from deltackpt.ledger.leftovers import is_leftover
 
     now = time.time()
-    cut = {name: _age_secs(path / name, now) for name in names if is_leftover(name)}
+    cut = {name: _age_secs(path / name, now) for name in entries if is_leftover(name)}
     if cut:
         yield Finding(
             area="directory",
@@ -87,25 +87,25 @@ def _leftovers(path: Path, names: Iterable[str]) -> Iterator[Finding]:
     for subject, found, meaning, action in (
         (
             "moved-aside steps",
-            sorted(path.glob(f"{layout.ROLLED_BACK}/*/[0-9]*")),
+            sorted(path.glob(f"{names.ROLLED_BACK}/*/[0-9]*")),
             "Steps after one that was restored and gone on from. They take room.",
-            f"once nobody wants them: rm -r {path / layout.ROLLED_BACK}",
+            f"once nobody wants them: rm -r {path / names.ROLLED_BACK}",
         ),
         (
             "deleted steps",
-            sorted(path.glob(f"{layout.TRASH}/*/*")),
+            sorted(path.glob(f"{names.TRASH}/*/*")),
             "Retention has taken them out, and they are being removed.",
             "none: the trainer removes them, or the next one does",
         ),
         (
             "unfinished compactions",
-            [p for p in path.glob(f"{layout.COMPACTED}/*") if layout.is_compaction(p.name)],
+            [p for p in path.glob(f"{names.COMPACTED}/*") if names.is_compaction(p.name)],
             "A compaction at work, or one that was cut off.",
             "none: the next compaction removes what was cut off",
         ),
         (
             "measurements cut off",
-            [path / name for name in names if name.startswith(SCRATCH)],
+            [path / name for name in entries if name.startswith(SCRATCH)],
             "This command was killed while it measured.",
             f"unless another one runs: rm -r {path}/{SCRATCH}*",
         ),
@@ -130,14 +130,14 @@ def _age_secs(path: Path, now: float) -> float | None:
     return None
 
 
-def _lease(path: Path, names: Iterable[str]) -> Iterator[Finding]:
+def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     from deltackpt.ledger.lease import read_lease
 
-    newest = max((epoch for name in names if (epoch := layout.lease_epoch(name))), default=None)
+    newest = max((epoch for name in entries if (epoch := names.lease_epoch(name))), default=None)
     if newest is None:
         return
     try:
-        lease = read_lease(path / layout.lease_name(newest))
+        lease = read_lease(path / names.lease_name(newest))
     except Damaged:
         yield Finding(
             area="directory",
