@@ -100,8 +100,6 @@ def verify(directory: str, steps: tuple[int, ...], item: str | None, as_json: bo
         report = verification.verify_root(
             directory, item=item, steps=steps or None, progress=progress
         )
-            directory, item=item, steps=steps or None, progress=progress
-        )
     if as_json:
         terminal.print_json({"intact": report.intact, **terminal.plain(report)})
     else:
