@@ -29,7 +29,7 @@ class Codec(Protocol):
 
     Stateless and hashable. A codec has one or more stored arrays, named by suffix; the main one
     has the suffix ``""``, and the first axis of each is that of the rows. Rows that a lossy codec
-    does not hold are stored beside them as they are: see ``field_writer``.
+    does not hold are stored beside them as they are: see ``save.fields``.
     """
 
     #: Whether decoded rows are the rows bit for bit.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RowBlock and EncodedBlock: the one currency between extraction, storage and merge.
+"""RowBlock and EncodedBlock: rows of one group, after and before they are decoded.
 
 A group's *virtual table* is its tables laid end to end along the rows. A *field* is one array
 over that table: ``values`` (the rows themselves) or ``slot.<name>`` (one optimizer slot).
@@ -121,6 +121,8 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 class RowBlock:
     """Rows of one group on one shard, in host memory.
 
+    What a save copies of the training state, and what a read gives to the merge.
+
     Attributes:
       group: name of the group.
       rows: sorted unique virtual row indices, length n.
@@ -144,7 +146,7 @@ class RowBlock:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedBlock:
-    """A RowBlock after its codecs: what storage, the log and the service carry.
+    """What is read of a segment's stored arrays: a RowBlock once it is decoded.
 
     Attributes:
       group, rows, columns: as in RowBlock.

@@ -159,7 +159,7 @@ class Saves:
     """A chain that is read from again and again: what was learnt of it is kept."""
 
     def __init__(self, saves: Sequence[StoredSave], numbers: RowNumbers | None = None):
-        """A chain of ``stored.read_chain``, and what keeps row numbers of saves."""
+        """A chain of ``saves.read_chain``, and what keeps row numbers of saves."""
         self.chain = tuple(saves)
         self.numbers = numbers or RowNumbers()
 

@@ -80,7 +80,7 @@ def restore_tables(
 ) -> RestoredTables:
     """Reads and merges a chain; only what is wanted, and the parts that hold it.
 
-    Where the chain does not hold, another one to the same step is read: ``stored.read_whole``.
+    Where the chain does not hold, another one to the same step is read: ``saves.read_whole``.
 
     Args:
       saves: a chain of ``read_chain``.

@@ -141,7 +141,7 @@ class FieldSource:
     def pieces(self, rows: Rows, limit_rows: int) -> Iterator[Piece]:
         """``rows`` in order, at most ``limit_rows`` at a time; views where they are contiguous.
 
-        Each piece is valid until ``encode.AHEAD`` further ones were asked for.
+        Each piece is valid until ``pieces.AHEAD`` further ones were asked for.
         """
         if not isinstance(rows, np.ndarray):
             for shard in self.shards:

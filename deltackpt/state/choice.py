@@ -36,9 +36,10 @@ class Tables:
       slot_codec: likewise for the tables' slots.
 
     Example:
+      >>> import deltackpt
       >>> import jax.numpy as jnp
       >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
-      >>> parts = split(state, Tables(select="params/emb"))
+      >>> parts = deltackpt.split(state, Tables(select="params/emb"))
       >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
       (['params/emb'], ['w'])
     """

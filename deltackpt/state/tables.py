@@ -64,7 +64,7 @@ class Split:
 
     @property
     def touched(self) -> TouchState | None:
-        """The state's TouchStates as one, None where it has none; see ``touched.find``."""
+        """The state's TouchStates as one, None where it has none; see ``touch_state.combine``."""
         return touch_state.combine(marks.state for marks in self.marks)
 
 

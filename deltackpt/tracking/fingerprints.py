@@ -179,7 +179,7 @@ class RowTracker:
     it was. Not thread-safe.
 
     Example:
-      >>> from deltackpt.state.tables import Tables, split
+      >>> from deltackpt import Tables, split
       >>> def look(table):
       ...     parts = split({"emb": table}, Tables(select="emb"))
       ...     return tracker.look(parts.fields, parts.layout).stamps["emb"].tolist()
