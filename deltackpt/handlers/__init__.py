@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orbax adapters: the only code, with ``manager``, that imports Orbax."""
+"""Orbax adapters: else only ``interchange`` and ``integrations.t5x`` import Orbax."""
