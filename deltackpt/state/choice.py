@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state are tables, which their slots: patterns become a checked plan."""
+"""The choice of tables, of their slots and of their codecs, by patterns."""
 
 from __future__ import annotations
 
