@@ -71,7 +71,7 @@ def test_a_good_directory_is_measured_and_left_as_it_was(tmp_path):
 
 def test_read_only_writes_nothing(tmp_path):
     with mock.patch("tempfile.mkdtemp", side_effect=AssertionError("it wrote")):
-        found = of(tmp_path, access="read")
+        found = of(tmp_path, read_only=True)
     assert found["directory"].severity == "ok" and "fsync" not in found
 
 
@@ -178,7 +178,7 @@ def test_ext4_is_local_and_measured(tmp_path):
 @pytest.mark.processes
 def test_ext4_without_flushes_is_a_problem(tmp_path):
     with ext4(tmp_path, "nobarrier") as point:
-        found = of(point, access="read")
+        found = of(point, read_only=True)
     assert found["file system"].severity == "problem"
     assert "power cut" in found["file system"].meaning
 
@@ -186,7 +186,7 @@ def test_ext4_without_flushes_is_a_problem(tmp_path):
 @pytest.mark.processes
 def test_a_file_system_that_is_mounted_read_only_cannot_be_saved_to(tmp_path):
     with ext4(tmp_path, "ro") as point:
-        found, reading = of(point), of(point, access="read")
+        found, reading = of(point), of(point, read_only=True)
         done = CliRunner().invoke(cli.cli, ["doctor", str(point)])
     assert found["file system"].severity == found["directory"].severity == "problem"
     assert "fsync" not in found and "writing" not in found
@@ -225,7 +225,7 @@ def test_the_holder_of_the_lease_is_named(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers={"e": tables}) as saver:
         saver.save(1, {"t": jnp.ones((10, 2))})
         saver.wait()
-        found = of(tmp_path, access="read")
+        found = of(tmp_path, read_only=True)
     lease = found["lease"]
     assert lease.severity == "note" and "which runs" in lease.found
     assert (lease.figures["pid"], lease.figures["epoch"]) == (os.getpid(), 1)
@@ -235,13 +235,13 @@ def test_the_holder_of_the_lease_is_named(tmp_path):
 @pytest.mark.processes
 def test_a_holder_that_was_killed_is_no_reason_to_wait(tmp_path):
     subprocess.run([sys.executable, "-c", save(tmp_path, "os._exit(9)")], check=False)
-    lease = of(tmp_path, access="read")["lease"]
+    lease = of(tmp_path, read_only=True)["lease"]
     assert lease.severity == "ok" and "which has ended" in lease.found
 
 
 def test_a_lease_that_was_not_signed_is_told(tmp_path):
     (tmp_path / layout.lease_name(7)).touch()
-    lease = of(tmp_path, access="read")["lease"]
+    lease = of(tmp_path, read_only=True)["lease"]
     assert lease.severity == "note" and lease.found == "epoch 7, not signed"
 
 
@@ -255,7 +255,7 @@ def test_leftovers_are_named_and_not_touched(tmp_path):
     }
     for name in left.values():
         (tmp_path / name).mkdir(parents=True)
-    found = of(tmp_path, access="read")
+    found = of(tmp_path, read_only=True)
     for subject, name in left.items():
         assert found[subject].severity == "note" and Path(name).name in found[subject].found
         assert found[subject].meaning and found[subject].action

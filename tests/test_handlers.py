@@ -169,7 +169,7 @@ def test_a_failure_in_the_background_surfaces_and_commits_nothing(tmp_path, part
 
 def test_private_names_are_imported_in_one_place_only():
     package = Path(deltackpt.__file__).parent
-    private = re.compile(r"orbax\.checkpoint\S*\._src|from orbax\.checkpoint import _")
+    private = re.compile(r"(?:import|from) orbax\S*\._src|from orbax\.checkpoint import _")
     users = [path.name for path in package.rglob("*.py") if private.search(path.read_text())]
     assert users == ["orbax_private.py"]
 

@@ -396,6 +396,7 @@ def whole(runs) -> demonstration.Trainer:
     return whole
 
 
+@pytest.mark.processes
 def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(runs, whole):
     killed = runs.trainer("killed")
     kills = demonstration.kill_in_a_save(killed, Console(quiet=True))
@@ -409,6 +410,7 @@ def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(runs, whole):
     assert all(0 < entry["rows"] < 40 for entry in deltas)
 
 
+@pytest.mark.processes
 def test_a_used_directory_is_not_trained_into_without_resume(whole):
     with pytest.raises(SystemExit, match="holds step 14: give --resume"):
         main.main([f"--directory={whole.directory}", *whole.arguments])

@@ -18,7 +18,7 @@ from deltackpt.format.blocks import Box, Rows, Span
 from deltackpt.format.manifest import FieldSpec, Layout, SaveId, Segment, TableEntry
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.reading import reader
-from deltackpt.reading.reader import HeldRows
+from deltackpt.reading.reader import StoredRows
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.storage.arrays import BLOCK_BYTES
@@ -206,11 +206,11 @@ class RowNumbers:
         self._held: collections.OrderedDict[_Place, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> HeldRows | None:
+    def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
         """See ``reader.RowNumbers``."""
         if not targets.want(segment, (0, part.groups[segment.group].rows)):
             return None
-        return HeldRows(self.of(part, segment))
+        return StoredRows(self.of(part, segment))
 
     def of(self, part: StoredPart, segment: Segment) -> Rows:
         """Rows of a segment.

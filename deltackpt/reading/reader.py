@@ -111,7 +111,7 @@ def _restored(
     )
 
 
-class HeldRows(NamedTuple):
+class StoredRows(NamedTuple):
     """Row numbers of a segment, from its position ``first`` on: all that can be wanted."""
 
     rows: Rows
@@ -119,7 +119,7 @@ class HeldRows(NamedTuple):
 
 
 #: What gives the row numbers of a segment; None where none of them is wanted.
-RowNumbers = Callable[[StoredPart, Segment, "Targets"], HeldRows | None]
+RowNumbers = Callable[[StoredPart, Segment, "Targets"], StoredRows | None]
 
 
 def fill(
@@ -327,7 +327,7 @@ def pieces(save: StoredSave, targets: Targets, numbers: RowNumbers | None = None
     return found
 
 
-def _field_pieces(stored: _StoredField, held: HeldRows, targets: Targets) -> Iterator[Read]:
+def _field_pieces(stored: _StoredField, held: StoredRows, targets: Targets) -> Iterator[Read]:
     rows, first = held
     chunk_rows = stored.stored[""].chunk_rows
     segment, field = stored.segment, stored.spec.name
@@ -380,11 +380,11 @@ def check_covered(base: StoredSave, targets: Targets, work: Sequence[Read]) -> N
             )
 
 
-def stored_rows(part: StoredPart, segment: Segment, targets: Targets) -> HeldRows | None:
+def stored_rows(part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
     """The rows of a segment, checked against its group; None where none of them is wanted."""
     if segment.ranges is None and not targets.want(segment, (0, part.groups[segment.group].rows)):
         return None
-    return HeldRows(segment_rows(part, segment))
+    return StoredRows(segment_rows(part, segment))
 
 
 def segment_rows(part: StoredPart, segment: Segment) -> Rows:

@@ -38,6 +38,7 @@ class Tables:
     Example:
       >>> import deltackpt
       >>> import jax.numpy as jnp
+      >>> from deltackpt import split
       >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
       >>> parts = deltackpt.split(state, Tables(select="params/emb"))
       >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])

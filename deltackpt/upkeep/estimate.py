@@ -23,7 +23,7 @@ from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import reader, saves
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import HeldRows
+from deltackpt.reading.reader import StoredRows
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.targets import Targets
 from deltackpt.resources import memory
@@ -394,8 +394,8 @@ def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared
     span = reader.reach(rows)
     targets = Targets([_target(group, spec, span, segment) for spec in specs], save.layout)
 
-    def numbers(found: StoredPart, of: Segment, targets: Targets) -> HeldRows | None:
-        return HeldRows(rows) if (found, of) == (part, segment) else None
+    def numbers(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
+        return StoredRows(rows) if (found, of) == (part, segment) else None
 
     return _Prepared(targets, numbers, seconds)
 

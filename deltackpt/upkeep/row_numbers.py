@@ -9,7 +9,7 @@ from deltackpt.format import names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import Segment
 from deltackpt.reading import reader
-from deltackpt.reading.reader import HeldRows, Targets
+from deltackpt.reading.reader import StoredRows, Targets
 from deltackpt.reading.saves import StoredPart
 from deltackpt.storage.store import Spot
 
@@ -26,7 +26,7 @@ class RowNumbers:
         """Goes on to the next stretch."""
         self._stretch = stretch
 
-    def rows(self, part: StoredPart, segment: Segment, targets: Targets) -> HeldRows | None:
+    def rows(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
         """See ``reader.RowNumbers``."""
         if segment.ranges is not None:
             return reader.stored_rows(part, segment, targets)
@@ -48,16 +48,16 @@ class _Cursor:
         self._chunk = 0
         self._before: int | None = None
         self._stretch: Span | None = None
-        self._held = HeldRows(np.empty(0, np.int64))
+        self._held = StoredRows(np.empty(0, np.int64))
 
-    def within(self, stretch: Span) -> HeldRows:
+    def within(self, stretch: Span) -> StoredRows:
         """Those of the rows in a stretch; stretches must ascend."""
         if stretch != self._stretch:
             self._held = self._read(stretch)
             self._stretch = stretch
         return self._held
 
-    def _read(self, stretch: Span) -> HeldRows:
+    def _read(self, stretch: Span) -> StoredRows:
         found: list[np.ndarray] = []
         first = 0
         chunks = -(-self._entry.shape[0] // self._entry.chunk_rows)
@@ -74,8 +74,8 @@ class _Cursor:
             self._before = int(rows[-1])
             self._chunk += 1
         if not found:
-            return HeldRows(np.empty(0, np.int64))
-        return HeldRows(found[0] if len(found) == 1 else np.concatenate(found), first)
+            return StoredRows(np.empty(0, np.int64))
+        return StoredRows(found[0] if len(found) == 1 else np.concatenate(found), first)
 
     def _decoded(self) -> np.ndarray:
         start = self._chunk * self._entry.chunk_rows
