@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deltackpt.__about__ import __version__
 
 if TYPE_CHECKING:
-    from deltackpt import errors, policy, touched
+    from deltackpt import errors, fingerprint, policy, touched
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
@@ -30,14 +30,8 @@ if TYPE_CHECKING:
     from deltackpt.state.choice import Tables
     from deltackpt.state.tables import split
     from deltackpt.touched import TouchState
-    from deltackpt.tracking import fingerprints as fingerprint
 
-_MODULES = {
-    "errors": "errors",
-    "fingerprint": "tracking.fingerprints",
-    "policy": "policy",
-    "touched": "touched",
-}
+_MODULES = ("errors", "fingerprint", "policy", "touched")
 _NAMES = {
     "BitWidthPolicy": "policy",
     "CheckpointManager": "manager",
@@ -96,7 +90,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"deltackpt.{_MODULES[name]}")
+        return importlib.import_module(f"deltackpt.{name}")
     if name in _NAMES:
         return getattr(importlib.import_module(f"deltackpt.{_NAMES[name]}"), name)
     raise AttributeError(f"module 'deltackpt' has no attribute {name!r}")

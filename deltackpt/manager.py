@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
@@ -89,7 +90,7 @@ class CheckpointManager:
                 "options: expected a deltackpt.ManagerOptions, found "
                 f"{type(options).__name__}; give e.g. ManagerOptions(retention=3)"
             )
-        self.options = options or ManagerOptions()
+        options = options or ManagerOptions()
         item, choice, extra = sorted_handlers(handlers)
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -101,15 +102,20 @@ class CheckpointManager:
         #: A failed save of which the owner was not told, because another manager was opened.
         self._untold: Failure | None = None
         self._verifier = TrackingVerifier()
-        if not self.options.read_only:
+        if not options.read_only:
             for error in exits.take_over(directory):
                 events.warn(f"another manager of this process was open on the directory: {error}")
-        self._run = Run.begin(directory, item, choice, self.options, sinks)
+        self._run = Run.begin(directory, item, choice, options, sinks)
         self._root = self._run.root
         self._saver = Saver(self._run, extra, self)
         self._restorer = Restorer(self._run, extra, self._saver.engine)
-        self._watch = None if self.options.read_only else exits.Watch(self._end, self._root.path)
+        self._watch = None if options.read_only else exits.Watch(self._end, self._root.path)
         self._closed = False
+
+    @property
+    def options(self) -> ManagerOptions:
+        """How it saves and restores; given when it was opened."""
+        return self._run.options
 
     # Saving.
 
@@ -189,11 +195,12 @@ class CheckpointManager:
                     self.wait()
 
     def _save(self, step: int, state: Any, arguments: SaveArguments, when_busy: WhenBusy) -> Saved:
+        started = time.perf_counter()
         with self._lock:
             self._check_usable(writing=True)
             if self._watch is not None:
                 self._watch.trainer = threading.current_thread()
-            return self._saver.save(step, state, arguments, when_busy)
+            return self._saver.save(step, state, arguments, when_busy, started)
 
     def next_save(self, state: Any, *, touched: TouchState | None = None) -> Decision:
         """What the next save would be, and why; notes nothing."""
@@ -441,7 +448,7 @@ class CheckpointManager:
         if was_closed or self._pid != os.getpid():
             return
         flight = self._saver.in_flight
-        if not self._closed and flight is not None and not flight.committed_at:
+        if not self._closed and flight is not None and not self._saver.committed:
             # Its threads, which kept the manager alive, have ended without a commit.
             cause = flight.failure or flight.pending.failure
             exits.tell_lost(

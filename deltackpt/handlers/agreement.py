@@ -88,18 +88,21 @@ class Processes:
         sent[: len(data)] = data[:length]
         return json.loads(np.asarray(multihost.broadcast_one_to_all(sent)).tobytes())
 
-    def failures(self, what: str, error: BaseException | None, *, fatal: bool) -> list[Failure]:
+    def failures(
+        self, what: str, error: BaseException | None, *, fatal: bool, patience: int = 3
+    ) -> list[Failure]:
         """What went wrong on which process; the same answer on every process.
 
         Args:
           what: what was being done.
           error: what went wrong here.
           fatal: whether it would go wrong with any other step too.
+          patience: how many times the limit to wait: others may have waited for this process at a
+            barrier of Orbax first.
         """
         if self.count == 1:
             return [] if error is None else [Failure(0, str(error), fatal, _gone(error))]
-        # Others may have waited for this process at a barrier of Orbax's first.
-        self._meet(what, patience=3)
+        self._meet(what, patience=patience)
         flags = np.zeros((self.count, 3), bool)
         flags[self.index] = error is not None, fatal, _gone(error)
         found = np.any(multihost_utils.process_allgather(flags), axis=0)
@@ -111,12 +114,13 @@ class Processes:
         ]
 
     @contextlib.contextmanager
-    def together(self, what: str, *, fatal: bool = False) -> Iterator[None]:
+    def together(self, what: str, *, fatal: bool = False, patience: int = 3) -> Iterator[None]:
         """Work after which every process raises, or none.
 
         Args:
           what: what is being done.
           fatal: whether another step would not do either where it fails.
+          patience: as for ``failures``.
 
         Raises:
           RestoreError: another process could not do it, and another step may do; it is named.
@@ -130,7 +134,7 @@ class Processes:
         except Exception as caught:
             error = caught
             fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
-        failures = self.failures(what, error, fatal=error is not None and fatal)
+        failures = self.failures(what, error, fatal=error is not None and fatal, patience=patience)
         worst = [failure for failure in failures if failure.fatal] or failures
         if error is not None and (fatal or not worst[0].fatal):
             raise error
@@ -139,20 +143,23 @@ class Processes:
             kind = ProcessFailed if is_fatal else StepGone if is_gone else RestoreError
             raise kind(f"{what}: expected it on every process, found on process {process} {text}")
 
-    def of_first(self, what: str, find: Callable[[], Any], *, fatal: bool = False) -> Any:
+    def of_first(
+        self, what: str, find: Callable[[], Any], *, fatal: bool = False, patience: int = 3
+    ) -> Any:
         """What process 0 finds, on every process.
 
         Args:
           what: what is being found.
           find: called on process 0 alone; its result is whatever json can write.
           fatal: whether nothing else would do either where it fails.
+          patience: as for ``failures``.
 
         Raises:
           RestoreError, ProcessFailed: process 0 could not find it; there its own error is raised.
           ProcessMissing: a process did not come in time.
         """
         found = None
-        with self.together(what, fatal=fatal):
+        with self.together(what, fatal=fatal, patience=patience):
             if self.index == 0:
                 found = find()
         return self.agree(what, found)

@@ -18,11 +18,8 @@ import orbax.checkpoint as ocp
 from deltackpt import processes
 from deltackpt.format import names
 from deltackpt.handlers import commit, dense, retention, v0, waiting
-from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.orbax_private import remove_by
-from deltackpt.ledger.directory import Root
-from deltackpt.options import ManagerOptions
-from deltackpt.save.lineage import Lineage
+from deltackpt.handlers.run import Run
 
 #: How often a reader lists steps that a trainer removes meanwhile.
 _LISTINGS = 10
@@ -51,34 +48,16 @@ class Moments(Protocol):
 class Engine:
     """The manager of Orbax that is open now."""
 
-    def __init__(
-        self,
-        root: Root,
-        item: str,
-        extra: dict[str, ocp.CheckpointHandler],
-        *,
-        options: ManagerOptions,
-        among: Processes,
-        lineage: Lineage,
-        moments: Moments,
-    ):
+    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], moments: Moments):
         """Opens one.
 
         Args:
-          root: the directory.
-          item: of the tables.
+          run: the manager's run.
           extra: handlers of further items, by name.
-          options: of our manager.
-          among: the processes that use it.
-          lineage: what protects saves from retention.
           moments: what is called in the background of a save.
         """
-        self._root = root
-        self._item = item
+        self._run = run
         self._extra = extra
-        self._options = options
-        self._among = among
-        self._lineage = lineage
         self._moments = moments
         #: How often reading by Orbax failed: its barriers count those that came, each for itself.
         self._failed_reads = 0
@@ -102,11 +81,11 @@ class Engine:
     def close(self) -> None:
         """Ends its threads; the error of a failed save, raised again, was reported already."""
         with contextlib.suppress(Exception):
-            limit = self._options.timeouts.close_secs
+            limit = self._run.options.timeouts.close_secs
             waiting.bounded(self.orbax.close, limit, "the end of Orbax's threads")
 
     def _open(self) -> ocp.CheckpointManager:
-        if self._options.read_only:
+        if self._run.options.read_only:
             # Beside a trainer: it lists the steps, then looks at each, which may be gone.
             for _ in range(_LISTINGS):
                 with contextlib.suppress(FileNotFoundError):
@@ -114,14 +93,15 @@ class Engine:
         return self._new()
 
     def _new(self) -> ocp.CheckpointManager:
-        options, moments = self._options, self._moments
+        run, moments = self._run, self._moments
+        options = run.options
         handlers: dict[str, Any] = {
-            self._item: v0.DeltaHandler(),
+            self._run.item: v0.DeltaHandler(),
             names.DENSE_ITEM: dense.handler(),
             **self._extra,
         }
         manager = ocp.CheckpointManager(
-            self._root.path,
+            self._run.root.path,
             item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
                 create=False,
@@ -129,16 +109,16 @@ class Engine:
                 save_interval_steps=0 if options.read_only else 1,
                 preservation_policy=retention.KeepChain(
                     retention.as_policy(options.retention),
-                    self._lineage.protected,
-                    self._root.saves,
-                    self._root.compacted,
-                    deletes=self._among.index == 0,
+                    self._run.lineage.protected,
+                    self._run.root.saves,
+                    self._run.root.compacted,
+                    deletes=self._run.among.index == 0,
                 ),
                 temporary_path_class=commit.temporary_path_class(
-                    fsync=options.writes.durability == "power",
-                    item=self._item,
+                    fsync=run.fsync,
+                    item=self._run.item,
                     begun=moments.written,
-                    check=self._root.check_lease,
+                    check=self._run.root.check_lease,
                     committed=moments.committed,
                     failed=moments.failed,
                 ),
@@ -148,7 +128,7 @@ class Engine:
                     # Barriers of the coordination service, which have a limit, instead of
                     # collectives of the devices, which have none.
                     active_processes=self._active_processes(),
-                    barrier_sync_key_prefix=f"deltackpt-{self._lineage.run}-{self._failed_reads}",
+                    barrier_sync_key_prefix=f"deltackpt-{self._run.lineage.run}-{self._failed_reads}",
                 ),
                 async_options=ocp.options.AsyncOptions(
                     # Above every limit of ours, which say more.
@@ -159,10 +139,10 @@ class Engine:
                 ),
             ),
         )
-        remove_by(manager, self._root.remove_steps)
+        remove_by(manager, self._run.root.remove_steps)
         return manager
 
     def _active_processes(self) -> set[int] | None:
-        if self._options.alone:
+        if self._run.options.alone:
             return {processes.index()}
-        return self._among.everybody if self._among.count > 1 else None
+        return self._run.among.everybody if self._run.among.count > 1 else None

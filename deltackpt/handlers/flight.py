@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
-from deltackpt.errors import DeltackptError, OptionError, SaveFailed, TrackingFailed
+from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, SaveFailed, TrackingFailed
 from deltackpt.handlers import commit
 from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.handlers.run import Run
@@ -58,6 +58,8 @@ class Failure:
             if taken is None
             else f"step {taken.step} was taken and covers its rows"
         )
+        if isinstance(self.cause, OutOfSpace) and taken is None:
+            follow = f"keep fewer steps; {follow}"
         kind = SaveFailed
         if isinstance(self.cause, DeltackptError) and self.cause.leaves_doubt:
             kind = TrackingFailed
@@ -69,15 +71,12 @@ class Failure:
 
 @dataclasses.dataclass(eq=False)
 class InFlight:
-    """The save that is not settled yet; moments are of ``time.perf_counter()``, 0 before."""
+    """The save that is not settled yet; ``started`` is of ``time.perf_counter()``."""
 
     step: int
     pending: PendingSave | RefusedSave
     started: float
     blocked_secs: float = 0.0
-    #: When all files of this process were written.
-    written_at: float = 0.0
-    committed_at: float = 0.0
     #: Of one of several processes.
     committed: bool = False
     failure: BaseException | None = None
@@ -99,6 +98,13 @@ class Background:
         self._run = run
         self.owner = owner
         self.flight: InFlight | None = None
+        #: When all files of this process were written, and when the step was visible, of the
+        #: newest save: of ``time.perf_counter()``, 0 before.
+        self.written_at = self.committed_at = 0.0
+
+    def begin(self) -> None:
+        """A save is about to be handed over: its commit may come before that call returns."""
+        self.written_at = self.committed_at = 0.0
 
     def meet(self, *, key: str, timeout_ms: int) -> None:
         """What Orbax's background threads call where several processes are to meet.
@@ -136,9 +142,8 @@ class Background:
 
     def written(self) -> None:
         """All files of this process are written."""
-        flight = self.flight
-        if flight is not None and not flight.written_at:
-            flight.written_at = time.perf_counter()
+        if not self.written_at:
+            self.written_at = time.perf_counter()
 
     def failed(self, error: BaseException) -> None:
         """Something ended the save before its commit: the other processes are told."""
@@ -149,6 +154,4 @@ class Background:
 
     def committed(self) -> None:
         """The step is visible; the save is reported later, by the next save or wait."""
-        flight = self.flight
-        if flight is not None:
-            flight.committed_at = time.perf_counter()
+        self.committed_at = time.perf_counter()

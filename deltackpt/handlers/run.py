@@ -68,7 +68,8 @@ class Run:
             opened.append(Root.open(directory, item=item, read_only=options.read_only))
             return opened[0].newest_step()
 
-        newest = among.of_first(f"{os.fspath(directory)}: opening it", first, fatal=True)
+        what = f"{os.fspath(directory)}: opening it"
+        newest = among.of_first(what, first, fatal=True, patience=1)
         root = opened[0] if opened else Root.open(directory, item=item, read_only=True)
         lineage = Lineage(
             options.deltas.policy,

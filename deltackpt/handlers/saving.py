@@ -71,15 +71,12 @@ class Saver:
         self._told_stands_still = False
         #: Whether a failed save of several processes left its temporary directory.
         self._leftovers = False
-        self.engine = Engine(
-            run.root,
-            run.item,
-            extra,
-            options=run.options,
-            among=run.among,
-            lineage=run.lineage,
-            moments=self._background,
-        )
+        self.engine = Engine(run, extra, self._background)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the newest save that was handed over is visible."""
+        return self._background.committed_at > 0
 
     @property
     def in_flight(self) -> InFlight | None:
@@ -88,9 +85,24 @@ class Saver:
 
     # On the training thread.
 
-    def save(self, step: int, state: Any, arguments: SaveArguments, when_busy: WhenBusy) -> Saved:
-        """Settles the save before, and starts one; as ``CheckpointManager.save``."""
-        run, started = self._run, time.perf_counter()
+    def save(
+        self,
+        step: int,
+        state: Any,
+        arguments: SaveArguments,
+        when_busy: WhenBusy,
+        started: float,
+    ) -> Saved:
+        """Settles the save before, and starts one; as ``CheckpointManager.save``.
+
+        Args:
+          step: the training step.
+          state: the whole training state.
+          arguments: what else was given.
+          when_busy: what to do while a save is in flight.
+          started: when the caller began to wait, of ``time.perf_counter()``.
+        """
+        run = self._run
         items = save_args(arguments.items, self._extra)
         arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
@@ -189,6 +201,7 @@ class Saver:
     ) -> None:
         """Has Orbax write and commit what was snapshotted, in its threads."""
         run = self._run
+        self._background.begin()
         args: dict[str, ocp.args.CheckpointArgs] = {run.item: v0.DeltaSave(pending)}
         if split.layout.dense:
             args[names.DENSE_ITEM] = dense.save_args(split.dense)
@@ -343,7 +356,8 @@ class Saver:
         report = flight.pending.report
         assert report is not None
         self.reports.append(report)
-        committed_ago_secs = time.perf_counter() - flight.committed_at
+        written_at, committed_at = self._background.written_at, self._background.committed_at
+        committed_ago_secs = time.perf_counter() - committed_at
         event = events.SaveEvent(
             step=flight.step,
             kind=report.intent.kind,
@@ -358,8 +372,8 @@ class Saver:
             encode_secs=report.encode_secs,
             write_secs=report.write_secs,
             digest_secs=report.digest_secs,
-            commit_secs=flight.committed_at - flight.written_at,
-            total_secs=flight.committed_at - flight.started,
+            commit_secs=committed_at - written_at,
+            total_secs=committed_at - flight.started,
             committed_unix_secs=time.time() - committed_ago_secs,
             tables=report.tables,
         )

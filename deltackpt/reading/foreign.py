@@ -13,7 +13,7 @@ from deltackpt.storage.store import Spot, spot
 def foreign(step_dir: Spot | Path, item: str) -> ForeignDirectory:
     """What is wrong with a step that has no item of ours by some name: what it holds instead."""
     step_dir = spot(step_dir)
-    found: object = step_dir.names()
+    found: object = f"the folders {step_dir.folders()}"
     ours = _our_items(step_dir)
     if ours:
         found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"

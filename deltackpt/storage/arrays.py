@@ -32,8 +32,12 @@ CHUNK_BYTES = 16 << 20
 #: A read of some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
 BLOCK_BYTES = 128 << 10
 _CRC_BYTES = 4
-#: What an operating system says of a name behind which no chunk can be.
-_UNOPENED = (errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG)
+#: What an operating system says of a name behind which no chunk can be, or none that can be had:
+#: an older step may do. A want of descriptors or of memory is none of it.
+_UNOPENED = (
+    *(errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG),
+    *(errno.EIO, errno.ESTALE, errno.EROFS),
+)
 _CRC_PIECE_BYTES = 4 << 20
 #: Chunks of one array on their way to the disk: enough to keep it busy, 64 MiB of memory.
 _WRITES_IN_FLIGHT = 4

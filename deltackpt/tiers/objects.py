@@ -65,13 +65,7 @@ class ObjectStore:
         data = self.read(unit, name)
         check_bytes(shown, data, marker[name])
         head = manifest.from_bytes(data, name=shown)
-        return SaveInfo(
-            save_id=head.save_id,
-            kind=head.kind,
-            parent=head.parent,
-            step_dir=unit.step_dir,
-            nbytes=head.nbytes,
-        )
+        return SaveInfo.of(head, unit.step_dir)
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """See ``Place``."""

@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flat_options import manager_options
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
@@ -72,7 +70,7 @@ def every_codec(out: Path) -> None:
     write_expected(root, handlers)
 
 
-def trained(out: Path, *, always=(), **options: Any) -> None:
+def trained(out: Path, *, always=(), policy=None) -> None:
     """A few steps of the tests' model."""
     chosen = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, always=always)
     handlers = {"embeddings": chosen}
@@ -81,7 +79,10 @@ def trained(out: Path, *, always=(), **options: Any) -> None:
     with deltackpt.CheckpointManager(
         root,
         handlers=handlers,
-        options=manager_options(durability="process", **options),
+        options=deltackpt.ManagerOptions(
+            deltas=deltackpt.DeltaOptions(policy=policy or deltackpt.Consecutive()),
+            writes=deltackpt.WriteOptions(durability="process"),
+        ),
     ) as manager:
         for step in range(STEPS):
             manager.save(step, state, touched=touched)

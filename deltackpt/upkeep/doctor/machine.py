@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from deltackpt import units
-from deltackpt.resources import memory
 from deltackpt.upkeep.doctor.findings import (
     Finding,
     file_text,
@@ -133,6 +132,8 @@ def processors_finding() -> Finding:
 def huge_page_findings() -> Iterator[Finding]:
     """Whether the kernel gives huge pages to a large buffer."""
     import numpy as np
+
+    from deltackpt.resources import memory
 
     setting = file_text("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", setting)
