@@ -24,6 +24,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+# Run as a program it stands beside the tests that it shares options with.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
