@@ -53,7 +53,7 @@ ways.settle(template)
 jax.block_until_ready(jax.numpy.zeros(8) + 1)
 started = time.perf_counter()
 with deltackpt.CheckpointManager(
-    root, handlers=inspect_rows.handlers(), options=deltackpt.ManagerOptions(read_only=True)
+    root, handlers=inspect_rows.handlers(), options=deltackpt.ManagerOptions(access="read")
 ) as manager:
     result = manager.restore_latest(template, service=None)
     jax.block_until_ready(result.state)
