@@ -88,7 +88,7 @@ class LoopCheckpoints:
             process has its own.
           options: of the manager; by default the rows that changed are found by their
             fingerprints, which needs no line in the training step. Where the state holds a
-            ``TouchState``, give ``ManagerOptions(tracking="marks")``.
+            ``TouchState``, give ``DeltaOptions(tracking="marks")``.
           sinks: receivers of save and restore events.
 
         Raises:

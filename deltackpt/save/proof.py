@@ -85,7 +85,7 @@ class Proof:
             + "\n".join(self.faults)
             + "\nmark every id that the update moves and pass the TouchState that went through "
             "the same steps as the state, or use touched.track() or "
-            'ManagerOptions(tracking="fingerprints")'
+            'DeltaOptions(tracking="fingerprints")'
         )
 
 
