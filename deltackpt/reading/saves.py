@@ -324,10 +324,8 @@ def read_chain(
                 # What is missing may have been replaced by a base after it had been looked for.
                 if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
                     raise
-    raise StepGone(
-        f"step directory {step_dir}: expected a chain that stays while it is read, found it "
-        f"replaced {_MOST_CHAINS} times; try again"
-    )
+    found = f"found it replaced {_MOST_CHAINS} times; try again"
+    raise StepGone(f"step directory {step_dir}: expected a chain that stays while read, {found}")
 
 
 def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
