@@ -394,9 +394,11 @@ class Root:
             infos = [info for info in saves if info is not None]
             if len(infos) == len(saves):
                 self._drop_bases(bases, infos, in_flight)
-        with contextlib.suppress(FencedError):
+        try:
             self.check_lease()
-            self.empty_trash()
+        except (FencedError, StorageError):
+            return  # The next save says what is wrong with the directory.
+        self.empty_trash()
 
     def _drop_bases(
         self,
