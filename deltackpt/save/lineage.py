@@ -43,8 +43,8 @@ class Intent:
       restores: how often training has gone on from a restored step.
       witness: sampled rows as they were at the parent (``proof.Witness``); None without any.
       seen: place of each TouchState to what was read of it at the parent.
-      recent: for a base, place of each TouchState to its clock at the save before, where that is
-        known: rows touched since are likely to be wrong where the tracking is.
+      recent: for a base, place of each TouchState to its clock at the save before, 0 where that is
+        not known: rows touched since are likely to be wrong where the tracking is.
       stands_still: whether no clock has moved since the parent.
     """
 
@@ -137,6 +137,8 @@ class Lineage:
             info = branch.begin(kind, save_id, step_dir, parent, clocks, layout, self._begun)
             if parent is None:
                 recent = {} if before is None else clocks_seen(clocks, before.clocks)
+                # Never read before: all that it ever touched is recent.
+                recent = recent or {reading.place: 0 for reading in clocks.readings}
                 return _base(info, recent, reason, branch.restores)
             return _delta(info, parent, clocks, reason, branch.restores)
 
