@@ -66,7 +66,7 @@ demo-loops: $(READY)
 
 # Each test is in exactly one of these three.
 test: $(READY)
-	$(BIN)/python $(PYTEST) -m "not processes and not long" $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not processes and not long" --in-memory $(ARGS)
 
 test-processes: $(READY)
 	$(BIN)/python $(PYTEST) -m processes $(ARGS)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,9 @@ hypothesis.settings.register_profile("deltackpt", deadline=None)
 hypothesis.settings.load_profile("deltackpt")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_IN_MEMORY = Path("/dev/shm")
+#: More than the directories of all tests ever hold.
+_IN_MEMORY_BYTES = 4 << 30
 _RECORD = "record"
 _FIGURES = "figures"
 #: Files whose tests start clusters or many processes, which never run two at once.
@@ -88,9 +93,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long-seed", type=int, help="what they draw from; fresh by default")
     group.addoption("--long-summary", default="build/long_loops", help="where it is written to")
 
+    parser.addoption(
+        "--in-memory", action="store_true", help="directories of tests lie in /dev/shm, if they fit"
+    )
 
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest makes them.
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws a seed where none was given, once for all workers."""
+    """Draws a seed where none was given, once for all workers; places the tests' directories."""
+    if config.option.in_memory and config.option.basetemp is None and _IN_MEMORY.is_dir():
+        if shutil.disk_usage(_IN_MEMORY).free >= _IN_MEMORY_BYTES:
+            config.option.basetemp = tempfile.mkdtemp(prefix="deltackpt-tests-", dir=_IN_MEMORY)
+            config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
     given = getattr(config, "workerinput", {}).get("long_seed", config.option.long_seed)
     config.option.long_seed = secrets.randbelow(1 << 32) if given is None else given
 

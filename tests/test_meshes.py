@@ -27,7 +27,7 @@ from deltackpt.reading import saves as stored
 from deltackpt.resources.staging import Staging
 from deltackpt.restore import placing
 from deltackpt.save import lineage, part, snapshot
-from deltackpt.save.flight import Embeddings, PipelineOptions
+from deltackpt.save.flight import Embeddings, PipelineOptions, RefusedSave
 from deltackpt.state import tables
 
 P = jax.sharding.PartitionSpec
@@ -143,7 +143,12 @@ class Run:
             )
             changed = changes.get("change", lambda index, given: given)(index, embeddings)
             with self.job.lock:  # Processes do not share the objects of jax.
-                pending = snapshot.take(changed, step, self.root / str(step))
+                try:
+                    pending = snapshot.take(changed, step, self.root / str(step))
+                except Exception as error:
+                    # As the manager does: the others would wait for this process.
+                    RefusedSave(error).write(item)
+                    raise
             pending.wait_copied()
             pending.proceed.set()
             return pending.write(item)
