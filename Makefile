@@ -13,7 +13,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
 LONG ?= part
 LONG_SEED ?=
 
-# Beside the oldest, which .venv is made of: the suite's quick selection runs on them, and CI fails without.
+# Beside the one that .venv is made of: the suite's quick selection runs on them, and CI fails without.
 PYTHONS := 3.12 3.13
 
 .PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
@@ -25,7 +25,7 @@ help:
 	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
 	@echo "make demo-t5    the first with a T5 on span corruption of text"
 	@echo "make demo-loops loops of optax and nnx with grain data: no sample is trained twice"
-	@echo "make test       every promise in one process: the quick part of the suite"
+	@echo "make test       every promise once, without further processes"
 	@echo "make test-processes  what starts processes: jobs, kills, Ray, a notebook, a browser, a wheel, Orbax's suites"
 	@echo "make test-long  the kill, power-cut and multi-process loops; LONG=full, LONG_SEED=N"
 	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"

@@ -39,7 +39,7 @@ class SaveEvent:
       process: index of the process.
       rows: rows written.
       total_rows: rows of all tables.
-      bytes_written: bytes of tables and slots on disk.
+      bytes_written: bytes of tables and slots on disk, with their digests and manifest.
       ratio: ``bytes_written`` over the bytes of all rows unencoded.
       blocked_secs: how long ``save()`` kept the training thread, the wait for an earlier save
         included.

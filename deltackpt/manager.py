@@ -217,7 +217,7 @@ class CheckpointManager:
     def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
         """Proves of every row that it is marked if it changed since the last call of this.
 
-        The sampled proof of each save looks at 1,536 rows at most, this at all: a pass over tables
+        The sampled proof of each save looks at some 1,536 rows, this at all: a pass over tables
         and slots, and 8 bytes per row on their devices from the first call on. Call it for a few
         steps when a training loop is set up, and after every change of the optimizer.
 

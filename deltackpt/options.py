@@ -63,7 +63,7 @@ class DeltaOptions:
       tracking: how touched rows are known: ``"marks"``: by a ``TouchState`` in the state, or given
         to ``save()``; ``"fingerprints"``: the manager itself hashes each row with its slots at
         every save, and compares; 12 bytes per row on the devices, and no line in the training step.
-      sampled_proof: whether each save looks again at some thousand rows that its parent sampled: a
+      sampled_proof: whether each save looks again at some 1,536 rows that its parent sampled: a
         row that changed without being marked makes the save a base (with several processes: fails
         it, and makes the next one a base) instead of a wrong delta. Less than 2 ms.
       policy: base or delta.

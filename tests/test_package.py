@@ -187,7 +187,7 @@ def test_no_module_imports_in_a_circle_or_upwards():
     assert in_circles(imports) == {}
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(each["layers"] for each in settings["contracts"] if each["type"] == "layers")
-    level = {room: at for at, line in enumerate(layers) for room in line.split(" : ")}
+    level = {room: at for at, line in enumerate(layers) for room in line.split(" | ")}
     upward = [
         (module, found)
         for module, all_found in imports.items()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run agree on when a manager is made and when a step is restored.
+"""What the processes of a run agree on, on their main threads: never in the background of a save.
 
-Both are calls that every process makes at the same point of its program, on its main thread. What
-goes on in the background of a save is ``rendezvous``'s, which uses no collective.
+That is when a manager is made, when a step is restored, when ``save`` asks whether a writer is free
+or moves later steps aside, and when a save without our manager draws its run: calls that every
+process makes at the same point of its program. What goes on in the background of a save is
+``save.rendezvous``'s, which uses no collective.
 """
 
 from __future__ import annotations

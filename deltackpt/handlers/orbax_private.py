@@ -6,7 +6,9 @@
 - ``CommitFutureAwaitingContractedSignals``: the future that waits for the step's directory; a
   plain executor future would race its creation.
 - ``barrier_secs``: how long Orbax's barriers on the training thread last, a constant of its module.
-- ``step_metadata``: name and bytes of the step's metadata, to complete it before the commit.
+- ``step_metadata_file_path``: where the step's metadata stands, to complete it before the commit.
+- ``AsyncCheckpointHandler``: the base class of v0 handlers that save in the background.
+- ``COMMIT_SUCCESS_FILE``, ``TMP_DIR_SUFFIX``: names of the commit.
 - ``remove_by``: Orbax removes steps oldest first, and has no option for another order.
 """
 

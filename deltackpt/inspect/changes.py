@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between saves: rows touched, histories of rows, differences of steps."""
+"""What changed between saves: rows touched, and differences of steps."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this process writes of dense leaves, in the layout of Orbax's PyTree handler.
 
-The layout is that of Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a
-shard cut its first axis that R divides into R chunks. The plan touches no disk and fetches no
-values; leaves that it does not cover are named by ``covered`` with the reason, and the whole item
-then goes through Orbax's own handler, on all processes alike, since the answer depends on nothing
-that differs between processes.
+Nothing uses it yet: dense leaves still go through Orbax (``handlers.dense``). The layout is that of
+Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a shard cut its first axis
+that R divides into R chunks. The plan touches no disk and fetches no values; leaves that it does
+not cover are named by ``covered`` with the reason, and the whole item then goes through Orbax's own
+handler, on all processes alike, since the answer depends on nothing that differs between processes.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PipelineOptions:
       fsync: whether every file is on disk before its part counts as written.
       staging_bytes: host memory for copied rows, over all saves in flight.
       digests: digest files that the commit promises; see ``Manifest.digests``.
-      sampled_proof: whether saves prove a sample of the rows: see ``proof``.
+      sampled_proof: whether saves prove a sample of the rows: see ``save.proof``.
       processes_secs: how long a process that has written its part waits for the others.
     """
 

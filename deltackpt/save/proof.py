@@ -8,7 +8,7 @@ memory, passes the parent's clock, but not with the parent's stamps; a state tha
 an optimizer that moves rows which no id named, has other bits.
 
 What is sampled is bounded in rows, bytes and tables, so that it costs much the same for any state.
-Tables of a few hundred rows are sampled whole: for them the proof is complete. ``TrackingVerifier``
+A state of at most so many rows is sampled whole: for it the proof is complete. ``TrackingVerifier``
 looks at all rows.
 """
 

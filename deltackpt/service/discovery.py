@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a restore finds the service of its directory; ``sources`` imports this by its name."""
+"""How a restore finds the service of its directory; ``restore.sources`` imports it by its name."""
 
 from __future__ import annotations
 

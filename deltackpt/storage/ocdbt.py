@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Databases of TensorStore's OCDBT format as Orbax lays them out, written by one transaction each.
 
-Every process writes the database ``ocdbt.process_K`` below the item; process 0 then copies
-references to all values into the item's own, atomically. One transaction makes few files and starts
-no thread, where Orbax's handler commits once for each array. TensorStore merges without a word what
-is incomplete, so that the keys are compared with what the arrays' descriptions imply before the
-merge is committed. Nothing is forced to disk here: the caller forces the files that are returned.
+Nothing but ``save.dense_layout`` uses it yet. Every process writes the database ``ocdbt.process_K``
+below the item; process 0 then copies references to all values into the item's own, atomically. One
+transaction makes few files and starts no thread, where Orbax's handler commits once for each array.
+TensorStore merges without a word what is incomplete, so that the keys are compared with what the
+arrays' descriptions imply before the merge is committed. Nothing is forced to disk here: the caller
+forces the files that are returned.
 """
 
 from __future__ import annotations

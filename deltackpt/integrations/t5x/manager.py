@@ -61,7 +61,8 @@ def checkpoint_manager(
         default finds the token embeddings of T5X's models, and not their ``rel_embedding``.
       codec: how the tables' rows are stored: the name of a codec, or what ``Tables`` takes.
       slot_codec: how their slots' rows are stored.
-      options: how to save; ``tracking`` is set here, ``retention`` comes from T5X's ``keep``.
+      options: how to save; ``tracking`` is set here, ``retention`` counts where T5X's
+        ``keep`` and its like say nothing.
       wait: what T5X's wait after each save does: ``"deferred"``: it lets training go on;
         ``"each"``: it waits, as with T5X's own manager. See
         ``DeltaCheckpointManager.wait_until_finished``.
