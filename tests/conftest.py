@@ -92,7 +92,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long", choices=("part", "full"), default="part", help="how much they do")
     group.addoption("--long-seed", type=int, help="what they draw from; fresh by default")
     group.addoption("--long-summary", default="build/long_loops", help="where it is written to")
-
     parser.addoption(
         "--in-memory", action="store_true", help="directories of tests lie in /dev/shm, if they fit"
     )
@@ -101,10 +100,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # Before pytest makes them.
 def pytest_configure(config: pytest.Config) -> None:
     """Draws a seed where none was given, once for all workers; places the tests' directories."""
-    if config.option.in_memory and config.option.basetemp is None and _IN_MEMORY.is_dir():
-        if shutil.disk_usage(_IN_MEMORY).free >= _IN_MEMORY_BYTES:
-            config.option.basetemp = tempfile.mkdtemp(prefix="deltackpt-tests-", dir=_IN_MEMORY)
-            config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    if (
+        config.option.in_memory
+        and config.option.basetemp is None
+        and _IN_MEMORY.is_dir()
+        and shutil.disk_usage(_IN_MEMORY).free >= _IN_MEMORY_BYTES
+    ):
+        place = config.option.basetemp = tempfile.mkdtemp(prefix="deltackpt-tests-", dir=_IN_MEMORY)
+        config.add_cleanup(functools.partial(shutil.rmtree, place, ignore_errors=True))
     given = getattr(config, "workerinput", {}).get("long_seed", config.option.long_seed)
     config.option.long_seed = secrets.randbelow(1 << 32) if given is None else given
 

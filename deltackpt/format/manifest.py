@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import google_crc32c
@@ -389,6 +389,21 @@ def plan_crc32c(record: Manifest) -> int:
 def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
     """A group's tables in the order of their offsets, which is that of ``Encoding``'s figures."""
     return sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
+
+
+def with_codecs(
+    groups: Iterable[GroupEntry], codec_of: Callable[[GroupEntry, FieldSpec], str]
+) -> tuple[GroupEntry, ...]:
+    """The groups with another codec for each of their fields."""
+    return tuple(
+        dataclasses.replace(
+            group,
+            fields=tuple(
+                dataclasses.replace(spec, codec=codec_of(group, spec)) for spec in group.fields
+            ),
+        )
+        for group in groups
+    )
 
 
 def to_bytes(record: Any, magic: str = _MAGIC) -> bytes:

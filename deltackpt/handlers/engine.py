@@ -96,12 +96,12 @@ class Engine:
         run, moments = self._run, self._moments
         options = run.options
         handlers: dict[str, Any] = {
-            self._run.item: v0.DeltaHandler(),
+            run.item: v0.DeltaHandler(),
             names.DENSE_ITEM: dense.handler(),
             **self._extra,
         }
         manager = ocp.CheckpointManager(
-            self._run.root.path,
+            run.root.path,
             item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
                 create=False,
@@ -109,16 +109,16 @@ class Engine:
                 save_interval_steps=0 if options.read_only else 1,
                 preservation_policy=retention.KeepChain(
                     retention.as_policy(options.retention),
-                    self._run.lineage.protected,
-                    self._run.root.saves,
-                    self._run.root.compacted,
-                    deletes=self._run.among.index == 0,
+                    run.lineage.protected,
+                    run.root.saves,
+                    run.root.compacted,
+                    deletes=run.among.index == 0,
                 ),
                 temporary_path_class=commit.temporary_path_class(
                     fsync=run.fsync,
-                    item=self._run.item,
+                    item=run.item,
                     begun=moments.written,
-                    check=self._run.root.check_lease,
+                    check=run.root.check_lease,
                     committed=moments.committed,
                     failed=moments.failed,
                 ),
@@ -128,7 +128,7 @@ class Engine:
                     # Barriers of the coordination service, which have a limit, instead of
                     # collectives of the devices, which have none.
                     active_processes=self._active_processes(),
-                    barrier_sync_key_prefix=f"deltackpt-{self._run.lineage.run}-{self._failed_reads}",
+                    barrier_sync_key_prefix=f"deltackpt-{run.lineage.run}-{self._failed_reads}",
                 ),
                 async_options=ocp.options.AsyncOptions(
                     # Above every limit of ours, which say more.
@@ -139,7 +139,7 @@ class Engine:
                 ),
             ),
         )
-        remove_by(manager, self._run.root.remove_steps)
+        remove_by(manager, run.root.remove_steps)
         return manager
 
     def _active_processes(self) -> set[int] | None:

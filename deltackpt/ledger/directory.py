@@ -311,16 +311,22 @@ class Root:
                     names.compacted_dir(self.step_dir(number), self._item), target, fsync=True
                 )
 
+    def _holds(self) -> bool:
+        """Whether the lease is held, as far as the directory can be asked."""
+        if self._lease is None:
+            return False
+        try:
+            self.check_lease()
+        except (FencedError, StorageError):
+            return False
+        return True
+
     def remove_leftovers(self) -> None:
         """Removes what cut saves and cut deletions left; nothing unless the lease is held.
 
         To another trainer's holder these are no leftovers but its save in flight.
         """
-        if self._lease is None:
-            return
-        try:
-            self.check_lease()
-        except (FencedError, StorageError):
+        if not self._holds():
             return
         for name in files.listing(self.path):
             if leftovers.is_leftover(name):
@@ -394,11 +400,8 @@ class Root:
             infos = [info for info in saves if info is not None]
             if len(infos) == len(saves):
                 self._drop_bases(bases, infos, in_flight)
-        try:
-            self.check_lease()
-        except (FencedError, StorageError):
-            return  # The next save says what is wrong with the directory.
-        self.empty_trash()
+        if self._holds():  # Else the next save says what is wrong with the directory.
+            self.empty_trash()
 
     def _drop_bases(
         self,

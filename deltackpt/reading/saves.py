@@ -126,15 +126,8 @@ class StoredSave:
     def layout(self) -> Layout:
         """Tables and groups of the save, whatever its codecs."""
         first = self.head
-        plain = FieldSpec.codec
         return Layout(
-            groups=tuple(
-                dataclasses.replace(
-                    group,
-                    fields=tuple(dataclasses.replace(spec, codec=plain) for spec in group.fields),
-                )
-                for group in first.groups
-            ),
+            groups=manifest.with_codecs(first.groups, lambda group, spec: FieldSpec.codec),
             tables=first.tables,
             dense=first.dense,
             tracking_paths=first.tracking_paths,
@@ -324,8 +317,10 @@ def read_chain(
                 # What is missing may have been replaced by a base after it had been looked for.
                 if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
                     raise
-    found = f"found it replaced {_MOST_CHAINS} times; try again"
-    raise StepGone(f"step directory {step_dir}: expected a chain that stays while read, {found}")
+    raise StepGone(
+        f"step directory {step_dir}: expected a chain that stays while read, found it replaced "
+        f"{_MOST_CHAINS} times; try again"
+    )
 
 
 def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:

@@ -203,15 +203,9 @@ def _share(plan: PartPlan, segments: Sequence[StoredSegment]) -> Share:
 
 def _planned_groups(plan: PartPlan) -> tuple[GroupEntry, ...]:
     """The groups with the codecs that the save planned."""
-    return tuple(
-        dataclasses.replace(
-            group,
-            fields=tuple(
-                dataclasses.replace(spec, codec=plan.plans[group.name][spec.name].codec)
-                for spec in group.fields
-            ),
-        )
-        for group in plan.layout.groups
+    plans = plan.plans
+    return manifest.with_codecs(
+        plan.layout.groups, lambda group, spec: plans[group.name][spec.name].codec
     )
 
 

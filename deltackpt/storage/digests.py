@@ -84,11 +84,6 @@ class Digests:
         known = self.block_bytes == arrays.BLOCK_BYTES
         return Digest(*self.files[name], self.blocks.get(name, b"") if known else b"")
 
-    def chunk(self, name: str) -> ChunkSums:
-        """Checksums of a chunk."""
-        found = self.digest(name)
-        return ChunkSums(found.tail, found.blocks)
-
 
 def digest_tree(
     directory: Path,

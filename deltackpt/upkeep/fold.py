@@ -384,18 +384,11 @@ def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
         for spec in group.fields
         if spec.codec == "lossless" and codecs.dtype_of(spec.dtype).itemsize > 1
     }
-    return {
-        group.name: dataclasses.replace(
-            group,
-            fields=tuple(
-                dataclasses.replace(spec, codec="lossless")
-                if (group.name, spec.name) in kept
-                else spec
-                for spec in group.fields
-            ),
-        )
-        for group in chain[-1].layout.groups
-    }
+    groups = manifest.with_codecs(
+        chain[-1].layout.groups,
+        lambda group, spec: "lossless" if (group.name, spec.name) in kept else spec.codec,
+    )
+    return {group.name: group for group in groups}
 
 
 def _segments(
