@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from deltackpt.errors import TableSelectionError, TrackingError
+from deltackpt.errors import OptionError, TableSelectionError, TrackingError
 from deltackpt.format.manifest import path_name
 from deltackpt.state import paths, slots
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import TouchState, is_touch_state
+from deltackpt.tracking import by_gradient
 from deltackpt.tracking.bits import any_in_row, away_from_zero, bits, folded, width
 from deltackpt.tracking.stamps import init, mark_rows
+
+Rule = Literal["bits", "gradient"]
 
 
 class TrackState(NamedTuple):
@@ -36,6 +39,7 @@ def track(
     select: Select,
     *,
     always: str | Sequence[str] = (),
+    rule: Rule = "bits",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it stamps every row that it changes.
 
@@ -50,6 +54,9 @@ def track(
       select: the tables, by their paths within the params; as ``Tables.select``.
       always: slots whose rows all move at every step, by name as ``Tables.always``; they touch no
         row. Adafactor's factored statistics are known.
+      rule: ``"bits"`` compares what the update changes. ``"gradient"`` takes a row for touched
+        where its gradient is not zero, which costs next to nothing: for optimizers that move no
+        other row, such as SGD without momentum and Adagrad; any other is refused.
 
     Returns:
       An optimizer with the updates of ``optimizer``, whose state is a ``TrackState``.
@@ -57,7 +64,8 @@ def track(
     Raises:
       TableSelectionError: when initialised: a pattern matches nothing, or a leaf that cannot
         be a table.
-      TrackingError: when updated without the params, which an exact answer needs.
+      TrackingError: when updated without the params, which an exact answer needs; when initialised
+        with ``rule="gradient"``: the optimizer is not known to leave other rows alone.
 
     Example:
       >>> params = {"emb": jnp.ones((3, 2)), "w": jnp.ones(2)}
@@ -69,12 +77,18 @@ def track(
       [0, 1, 0]
     """
     paths.check_select(select)
+    if rule not in ("bits", "gradient"):
+        raise OptionError(f"track, rule: expected 'bits' or 'gradient', found {rule!r}")
     inner = optax.with_extra_args_support(optimizer)
 
     def init_fn(params: optax.Params) -> TrackState:
         flat = _flatten(params)
-        chosen = {path_name(flat.paths[i]): flat.leaves[i] for i in _chosen(flat, select)}
-        return TrackState(touched=init(chosen), inner=inner.init(params))
+        positions = _chosen(flat, select)
+        chosen = {path_name(flat.paths[i]): flat.leaves[i] for i in positions}
+        state = TrackState(touched=init(chosen), inner=inner.init(params))
+        if rule == "gradient":
+            by_gradient.check(inner, params, state.inner, [flat.paths[i] for i in positions])
+        return state
 
     def update_fn(
         updates: optax.Updates,
@@ -85,18 +99,38 @@ def track(
         state = cast(TrackState, state)
         if params is None:
             raise TrackingError("track: update() needs the params; pass them as third argument")
+        if rule == "gradient":
+            changed = _with_gradients(select, params, updates)
+            updates, new = inner.update(updates, state.inner, params, **extra)
+            return updates, TrackState(_marked(state.touched, changed), new)
         updates, new = inner.update(updates, state.inner, params, **extra)
         # What is compared is what is returned: a fusion of its own could round differently.
         updates, new = jax.lax.optimization_barrier((updates, new))
         changed = _changed_rows(select, always, params, updates, state.inner, new)
-        rows = {
-            name: _like(mask, state.touched.stamps[name])
-            for name, mask in changed.items()
-            if name in state.touched.stamps
-        }
-        return updates, TrackState(mark_rows(state.touched, rows), new)
+        return updates, TrackState(_marked(state.touched, changed), new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
+    rows = {
+        name: _like(mask, touched.stamps[name])
+        for name, mask in changed.items()
+        if name in touched.stamps
+    }
+    return mark_rows(touched, rows)
+
+
+def _with_gradients(select: Select, params: Any, gradients: Any) -> dict[str, jax.Array]:
+    """Table name to the rows, (rows,) bool, that have a gradient."""
+    flat, given = _flatten(params), _flatten(gradients)
+    gradient_of = dict(zip(given.paths, given.leaves, strict=True))
+    has_nan = by_gradient.has_nan(given.leaves)
+    return {
+        path_name(flat.paths[i]): by_gradient.touched_rows(jnp.asarray(gradient), has_nan)
+        for i in _chosen(flat, select)
+        if not paths.is_empty(gradient := gradient_of.get(flat.paths[i]))
+    }
 
 
 def _flatten(tree: Any) -> Flat:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``track(rule="gradient")``: marks what ``rule="bits"`` does, and refuses what it could not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from deltackpt import touched
+from deltackpt.errors import OptionError, TrackingError
+
+ROWS = 40
+LABELS = {"tables": {"users": "sparse", "items": "sparse"}, "kernel": "dense"}
+QUALIFIED = {
+    "sgd": lambda: optax.sgd(0.1),
+    "scheduled": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 10)),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1)),
+    "clipped by value": lambda: optax.chain(optax.clip(0.5), optax.sgd(0.1)),
+    "named": lambda: optax.named_chain(("one", optax.sgd(0.1))),
+    "several": lambda: optax.multi_transform(
+        {"sparse": optax.adagrad(0.1), "dense": optax.adamw(0.1)}, LABELS
+    ),
+}
+REFUSED = {
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1),
+    "decay": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    "ascent": lambda: optax.scale(0.1),
+    "accumulated": lambda: optax.MultiSteps(optax.sgd(0.1), 100).gradient_transformation(),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+    "factored": lambda: optax.adafactor(0.1),
+    "other half": lambda: optax.multi_transform(
+        {"sparse": optax.adam(0.1), "dense": optax.sgd(0.1)}, LABELS
+    ),
+    "one of two": lambda: optax.multi_transform(
+        {"sparse": optax.adagrad(0.1), "dense": optax.adam(0.1)},
+        {"tables": {"users": "sparse", "items": "dense"}, "kernel": "dense"},
+    ),
+    "written by hand": lambda: optax.chain(optax.sgd(0.1), _later()),
+    "in need of more": lambda: optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None, **more: (more["loss"] and updates, state),
+    ),
+}
+
+
+def _later() -> optax.GradientTransformation:
+    """Moves all rows from its hundredth step on: no trial is so long."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        late = (state["count"] > 100).astype(jnp.float32)
+        return jax.tree.map(lambda u: u + late, updates), {"count": state["count"] + 1}
+
+    return optax.GradientTransformation(lambda params: {"count": jnp.zeros((), int)}, update)
+
+
+def _stamps(state: Any) -> Any:
+    found = touched.find(state)
+    assert found is not None
+    return found.stamps
+
+
+def params() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    users = rng.standard_normal((ROWS, 4)).astype(np.float32)
+    users[::5] = -0.0
+    return {
+        "tables": {"users": jnp.asarray(users), "items": jnp.ones((ROWS, 3))},
+        "kernel": jnp.ones((4, 4)),
+    }
+
+
+def gradients(seed: int, has_nan: bool = False) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), params())
+    for table in grads["tables"].values():
+        rows = rng.choice(ROWS, 5, replace=False)
+        table[rows] = rng.standard_normal((5, table.shape[1]))
+        table[rng.choice(ROWS)] = -0.0
+        table[rng.choice(ROWS), 0] = 1e-30
+    grads["kernel"] += np.nan if has_nan else 1.0
+    return jax.tree.map(jnp.asarray, grads)
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+@pytest.mark.parametrize("name", QUALIFIED)
+def test_every_row_that_moves_is_marked_and_hardly_another(name, has_nan):
+    found = {}
+    for rule in ("bits", "gradient"):
+        optimizer = touched.track(QUALIFIED[name](), "tables/*", rule=rule)
+        now, state = params(), jax.jit(optimizer.init)(params())
+        step = jax.jit(optimizer.update)
+        for seed in range(5):
+            updates, state = step(gradients(seed, has_nan and seed == 3), state, now)
+            now = optax.apply_updates(now, updates)
+        found[rule] = now, _stamps(state)
+    for one, other in zip(*(jax.tree.leaves(found[rule][0]) for rule in found), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for table, stamps in found["bits"][1].items():
+        moved, marked = np.asarray(stamps), np.asarray(found["gradient"][1][table])
+        assert (marked >= moved).all() and moved.any()
+        # The NaN of the fourth step may reach every row; each step else marks those with gradients.
+        assert marked.min() >= 4 if has_nan else (marked == 0).sum() > ROWS // 4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_may_move_other_rows_is_refused(name):
+    optimizer = touched.track(REFUSED[name](), "tables/*", rule="gradient")
+    tables = {"tables": {n: jnp.ones((200, 160)) for n in ("users", "items")}}
+    for init in (optimizer.init, jax.jit(optimizer.init)):
+        with pytest.raises(TrackingError, match=r'rule="gradient".* use rule="bits"'):
+            init(tables | {"kernel": jnp.ones((4, 4))})
+
+
+def test_a_table_alone_may_qualify():
+    """What another table's optimizer does is no reason to refuse this one's."""
+    optimizer = touched.track(REFUSED["one of two"](), "tables/users", rule="gradient")
+    state = optimizer.init(params())
+    assert list(_stamps(state)) == ["tables/users"]
+
+
+def test_a_sharded_table():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+
+    def place(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), tree)
+
+    optimizer = touched.track(optax.adagrad(0.1), "tables/*", rule="gradient")
+    now = place(params())
+    state = optimizer.init(now)
+    _, state = jax.jit(optimizer.update)(place(gradients(1)), state, now)
+    stamps = _stamps(state)["tables/users"]
+    assert stamps.sharding.is_equivalent_to(sharding, 1)
+    expected = (np.asarray(gradients(1)["tables"]["users"]).view(np.uint32) != 0).any(axis=1)
+    np.testing.assert_array_equal(np.asarray(stamps) > 0, expected)
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(OptionError, match="rule"):
+        touched.track(optax.sgd(0.1), "tables/*", rule="norm")  # pyright: ignore[reportArgumentType]
