@@ -41,6 +41,7 @@ from deltackpt.save import fields
 from deltackpt.save.fields import Field
 from deltackpt.save.pieces import HostPiece, ahead, piece_rows
 from deltackpt.storage import arrays
+from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.parts import ArrayPlace
 
 ROWS, WIDTH = 400_000, 64
@@ -74,7 +75,8 @@ def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> 
         choice=CodecChoice(delta=name),
         planned=Choice(codec=name, reason=name),
     )
-    place = ArrayPlace(root, 0, name, fsync=False)
+    batch = FileBatch(root, fsync=False)
+    place = ArrayPlace(root, 0, name, batch)
 
     def pieces(codec: Codec):
         limit = len(rows) if codec.lossless else piece_rows(rows.shape[1:])

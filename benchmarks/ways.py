@@ -55,15 +55,18 @@ class Deltas:
         base_snapshot: Literal["block", "hold"] = "hold",
         codec: str = "raw",
         slot_codec: str = "raw",
+        policy: deltackpt.policy.BaseOrDelta | None = None,
     ):
         self.root = root
+        # No base by itself: a benchmark says which save is one.
+        policy = policy or deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
         self._manager = deltackpt.CheckpointManager(
             root,
             handlers={"embeddings": trainer.checkpoint_tables(codec, slot_codec)},
             options=deltackpt.ManagerOptions(
                 deltas=deltackpt.DeltaOptions(
                     base_snapshot=base_snapshot,
-                    policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9),
+                    policy=policy,
                 ),
                 writes=deltackpt.WriteOptions(durability=durability),
             ),

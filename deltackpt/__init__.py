@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Consecutive,
         Intermittent,
         OneShot,
+        Rolling,
     )
     from deltackpt.save.flight import Embeddings, PipelineOptions
     from deltackpt.state.choice import Tables
@@ -49,6 +50,7 @@ _NAMES = {
     "PipelineOptions": "save.flight",
     "ReadRows": "outcomes",
     "Restored": "outcomes",
+    "Rolling": "policy",
     "Saved": "outcomes",
     "Tables": "state.choice",
     "Timeouts": "options",
@@ -74,6 +76,7 @@ __all__ = [
     "PipelineOptions",
     "ReadRows",
     "Restored",
+    "Rolling",
     "Saved",
     "Tables",
     "Timeouts",

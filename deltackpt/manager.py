@@ -13,10 +13,9 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
-from deltackpt import events
+from deltackpt import events, processes
 from deltackpt.errors import (
     ClosedError,
     FencedError,
@@ -25,19 +24,22 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.format import names
+from deltackpt.handlers import decision
+from deltackpt.handlers.catalog import Catalog, Metric, Mode
 from deltackpt.handlers.flight import Failure, SaveArguments
 from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.restoring import Restorer
 from deltackpt.handlers.run import Run
 from deltackpt.handlers.saving import Saver
 from deltackpt.options import ManagerOptions, WhenBusy
-from deltackpt.outcomes import ReadRows, Restored, Saved
+from deltackpt.outcomes import ReadRows, ReadState, Restored, Saved
 from deltackpt.policy import Decision
 from deltackpt.reading.reader import Progress
 from deltackpt.restore.steps import Items, RowRanges, Service
 from deltackpt.save import exits, snapshot
 from deltackpt.save.flight import Embeddings, SaveReport
 from deltackpt.save.proof import TrackingVerifier
+from deltackpt.save.termination import Termination
 from deltackpt.state.touch_state import Marks, TouchState
 
 
@@ -76,7 +78,8 @@ class CheckpointManager:
         Args:
           directory: root of the steps; made where it does not exist.
           handlers: item names to what handles them: exactly one ``Tables`` (by default
-            ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers.
+            ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers. Items
+            of JSON need none.
           options: how to save.
           sinks: receivers of save and restore events.
 
@@ -108,7 +111,9 @@ class CheckpointManager:
         self._run = Run.begin(directory, item, choice, options, sinks)
         self._root = self._run.root
         self._saver = Saver(self._run, extra, self)
-        self._restorer = Restorer(self._run, extra, self._saver.engine)
+        self._restorer = Restorer(self._run, extra)
+        self._catalog = Catalog(self._run)
+        self._termination = Termination()
         self._watch = None if options.read_only else exits.Watch(self._end, self._root.path)
         self._closed = False
 
@@ -127,7 +132,9 @@ class CheckpointManager:
         touched: TouchState | None = None,
         items: Items | None = None,
         metrics: Mapping[str, float] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
         force_base: bool = False,
+        force: bool = False,
     ) -> Saved:
         """Saves a step; returns as soon as training may go on.
 
@@ -138,8 +145,13 @@ class CheckpointManager:
           touched: a TouchState beside those in ``state``: a row is touched if any of them says so.
             Not with ``tracking="fingerprints"``, which looks for itself.
           items: Orbax save arguments of further items.
-          metrics: for retention policies that look at them.
+          metrics: numbers kept with the step, for ``best_step`` and policies of retention.
+          custom_metadata: what JSON can write, kept with the step.
           force_base: take a base whatever the policy says.
+          force: take the step whatever ``options.decision`` says; so does ``force_base``.
+
+        Returns:
+          What was saved; its kind is None where ``options`` had this step skipped.
 
         Raises:
           SaveFailed: an earlier save failed in the background. This one *was* taken: its result
@@ -149,9 +161,20 @@ class CheckpointManager:
           OptionError: the step is not above those that the directory holds, or is no integer from
             0 to 2**63 - 1.
         """
-        arguments = SaveArguments(touched, items, metrics, force_base)
-        when_busy = self.options.writes.when_busy
-        return self._save(names.as_step(step), state, arguments, when_busy)
+        arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
+        when_busy, started = self.options.writes.when_busy, time.perf_counter()
+        step = names.as_step(step)
+        if not (force or force_base or self.should_save(step, metrics=metrics)):
+            return Saved.skipped(step, "options.decision does not take this step", started)
+        return self._save(step, state, arguments, when_busy)
+
+    def should_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> bool:
+        """Whether ``options.decision`` takes a step; of several processes what process 0 finds."""
+        with self._lock:
+            self._check_usable(writing=True)
+            step = names.as_step(step)
+            flight, preempted = self._saver.in_flight, self.reached_preemption
+            return decision.should_save(self._run, step, flight, metrics, preempted)
 
     def save_if_due(
         self,
@@ -161,14 +184,15 @@ class CheckpointManager:
         touched: TouchState | None = None,
         items: Items | None = None,
         metrics: Mapping[str, float] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
         force_base: bool = False,
     ) -> Saved | None:
         """Takes a save that is due: a coalesced one, or that of a preemption.
 
         Call it once per training step; it does nothing (in microseconds) where no save is due.
         A save that ``when_busy="coalesce"`` made due is taken once the writer is free. When the
-        platform has announced a preemption, the step is saved whatever is in flight, and the
-        call returns when it is durable.
+        platform has announced a preemption, or a SIGTERM has come since the first call, the step is
+        saved whatever is in flight, and the call returns when it is durable.
 
         Args:
           step: the training step; a plain int costs least, a jax scalar is waited for.
@@ -176,6 +200,7 @@ class CheckpointManager:
           touched: as for ``save``, and so the others.
           items: ditto.
           metrics: ditto.
+          custom_metadata: ditto.
           force_base: ditto.
 
         Returns:
@@ -186,7 +211,7 @@ class CheckpointManager:
             preempted = self.reached_preemption(step)
             if not preempted and (self._saver.due is None or self._saver.all_busy()):
                 return None
-            arguments = SaveArguments(touched, items, metrics, force_base)
+            arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
             try:
                 return self._save(step, state, arguments, "wait")
             finally:
@@ -249,8 +274,13 @@ class CheckpointManager:
                 raise
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the platform has announced that this job will be preempted at ``step``."""
-        return self._saver.engine.orbax.reached_preemption(names.as_step(step))
+        """Whether this job will be preempted at ``step``: by the platform's word, or by SIGTERM.
+
+        The first call in the main thread makes the manager listen for SIGTERM until it is closed:
+        the first step that is asked for after one is that of the preemption.
+        """
+        step = names.as_step(step)
+        return self._termination.announced(step) or processes.reached_preemption(step)
 
     def wait(self) -> list[SaveReport]:
         """Waits until every save is committed, as durable as ``options.writes.durability`` says.
@@ -270,6 +300,23 @@ class CheckpointManager:
         if failure is not None:
             raise failure.error(None) from failure.cause
         return reports
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save of this process is being written."""
+        return self._saver.busy()
+
+    def check_for_errors(self) -> None:
+        """Raises what has failed in the background, without waiting for what goes on.
+
+        Raises:
+          SaveFailed: a save failed; it is raised once.
+        """
+        with self._lock:
+            self._check_usable()
+            flight = self._saver.in_flight
+            failure = self._saver.settle(0.0) if flight is not None and flight.is_lost else None
+        if failure is not None:
+            raise failure.error(None) from failure.cause
 
     # Restoring.
 
@@ -361,6 +408,69 @@ class CheckpointManager:
             self._saver.settle_quietly()
             return self._restorer.rows(step, tables, progress)
 
+    def read_state(self, step: int, template: Any, progress: Progress | None = None) -> ReadState:
+        """Reads the leaves of a step that a template asks for, by their paths: to begin from them.
+
+        The template may be a part of the state, have leaves that the step lacks, other tables, and
+        other dtypes of the same kind; ``...`` in place of a leaf, and TouchStates, stay as they
+        are. The manager goes on as if nothing had been read.
+
+        Raises:
+          StepNotFound, RestoreError: the step is not there, or not intact.
+          TemplateMismatch: a leaf has another shape, or a dtype of another kind.
+        """
+        step = names.as_step(step)
+        with self._lock:
+            self._check_usable()
+            self._saver.settle_quietly()
+            return self._restorer.state(step, template, progress)
+
+    # Committed steps.
+
+    def metrics(self, step: int) -> dict[str, Any] | None:
+        """The metrics that were saved with a step, None without any; raises ``StepNotFound``."""
+        return dict(self._catalog.metadata(names.as_step(step)).get("metrics") or {}) or None
+
+    def custom_metadata(self, step: int) -> dict[str, Any]:
+        """What ``save(custom_metadata=...)`` kept with a step; raises ``StepNotFound``."""
+        return dict(self._catalog.metadata(names.as_step(step)).get("custom_metadata") or {})
+
+    def best_step(self, metric: Metric | None = None, *, mode: Mode = "max") -> int | None:
+        """The committed step whose metric is the best, the newest of equals; None without any.
+
+        Args:
+          metric: its name, or what makes a number of all metrics; by default that of the ``BestN``
+            policy in ``options.retention``, which then says the mode, too.
+          mode: whether more or less is better.
+
+        Raises:
+          OptionError: neither the call nor the options name a metric.
+        """
+        return self._catalog.best(metric, mode)
+
+    def item_metadata(self, step: int) -> Any:
+        """A step's state without its data: nested dicts of ``jax.ShapeDtypeStruct``.
+
+        Of PRNG keys these are their numbers; what is no array is Orbax's description of it.
+
+        Raises:
+          StepNotFound, Damaged: it is not there, or cannot be read.
+        """
+        return self._catalog.abstract_state(names.as_step(step))
+
+    def delete(self, step: int) -> None:
+        """Removes a committed step, which no other needs; waits for the save in flight first.
+
+        Raises:
+          StepNotFound: it was not committed.
+          OptionError: other steps are deltas on top of it; they are named.
+        """
+        step = names.as_step(step)
+        with self._lock:
+            self._check_usable(writing=True)
+            self._saver.settle_quietly()
+            self._catalog.delete(step)
+
     def check_lease(self) -> None:
         """Checks that no newer trainer has taken the directory, as every save does.
 
@@ -401,9 +511,10 @@ class CheckpointManager:
 
     def _close(self) -> None:
         self._closed = True
+        self._termination.close()
         if self._watch is not None:
             self._watch.cancel()
-        self._saver.engine.close()
+        self._saver.close()
         self._root.close()
 
     def _end(self, reason: str, leaving: bool) -> None:
@@ -419,7 +530,7 @@ class CheckpointManager:
                 return
             self._ended, self._leaving = reason, leaving
             try:
-                failure = self._saver.settle(limit, leaving=leaving)
+                failure = self._saver.settle(limit)
             finally:
                 if leaving:
                     # Threads and executors are ended by Python; the next trainer removes the rest.
@@ -435,12 +546,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -448,12 +554,11 @@ class CheckpointManager:
         if was_closed or self._pid != os.getpid():
             return
         flight = self._saver.in_flight
-        if not self._closed and flight is not None and not self._saver.committed:
-            # Its threads, which kept the manager alive, have ended without a commit.
-            cause = flight.failure or flight.pending.failure
+        if not self._closed and flight is not None and flight.is_lost:
+            # Its thread, which kept the manager alive, has ended without a commit.
             exits.tell_lost(
                 f"the save of step {flight.step} failed, and its CheckpointManager of "
-                f"{self._root.path} is gone: {cause or 'see the log'}"
+                f"{self._root.path} is gone: {flight.future.exception()}"
             )
         warnings.warn(
             f"CheckpointManager of {self._root.path} was not closed: use it in a with statement",

@@ -7,7 +7,8 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.errors import OptionError
-from deltackpt.policy import BaseOrDelta, Consecutive
+from deltackpt.policy import BaseOrDelta, Consecutive, Rolling
+from deltackpt.policy.decision import SaveDecisionPolicy
 from deltackpt.policy.retention import PreservationPolicy
 
 Durability = Literal["power", "process"]
@@ -90,6 +91,11 @@ class DeltaOptions:
             bases=("periodic", "compacted"),
             base_snapshot=("block", "hold"),
         )
+        if self.bases == "compacted" and isinstance(self.policy, Rolling):
+            raise OptionError(
+                'DeltaOptions.policy: expected another than Rolling with bases="compacted", found '
+                f'{self.policy}; its saves need no bases: leave bases="periodic"'
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +135,8 @@ class ManagerOptions:
       writes: how it is written.
       retention: which committed steps stay: a number of newest steps, an Orbax
         ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
+      decision: which steps ``save()`` takes of those that it is called for: those that a number
+        divides, those that an Orbax ``SaveDecisionPolicy`` takes, or None for all.
       timeouts: limits of all waits.
       access: ``"write"``: the manager saves and restores, and holds the directory's lease;
         ``"read"``: it restores only: no lease, no collection, no directory is made; ``"read
@@ -139,6 +147,7 @@ class ManagerOptions:
     deltas: DeltaOptions = DeltaOptions()
     writes: WriteOptions = WriteOptions()
     retention: int | PreservationPolicy | None = None
+    decision: int | SaveDecisionPolicy | None = None
     timeouts: Timeouts = Timeouts()
     access: Access = "write"
 
@@ -154,10 +163,9 @@ class ManagerOptions:
                     f"{type(found).__name__}; give e.g. {name}={_EXAMPLES[kind]}"
                 )
         _check_known(self, access=("write", "read", "read alone"))
-        if isinstance(self.retention, int) and self.retention < 1:
-            raise OptionError(
-                f"ManagerOptions.retention: expected at least 1 step, found {self.retention}"
-            )
+        for name in ("retention", "decision"):
+            if isinstance(found := getattr(self, name), int) and found < 1:
+                raise OptionError(f"ManagerOptions.{name}: expected at least 1 step, found {found}")
 
     @property
     def read_only(self) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,12 @@ class Saved:
     kind: Kind | None
     reason: str
     blocked_secs: float
+
+    @classmethod
+    def skipped(cls, step: int, why: str, started: float) -> Saved:
+        """No save, and why; ``started`` is of ``time.perf_counter()``."""
+        seconds = time.perf_counter() - started
+        return cls(step=step, kind=None, reason=f"skipped: {why}", blocked_secs=seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +66,29 @@ class Restored:
     bytes_read: int
     seconds: float
     service_error: ServiceError | None = None
+
+    def __getitem__(self, item: str) -> Any:
+        """A further item, as of Orbax's ``Composite``."""
+        return self.items[item]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ReadState:
+    """Leaves of a step in a template of another structure; what ``read_state()`` gives back.
+
+    Attributes:
+      step: its number.
+      state: like the template.
+      missing: paths that the step does not have: the template's leaves are there.
+      unused: paths of the step that the template does not ask for.
+      cast: paths whose dtype is the template's, not the stored one.
+    """
+
+    step: int
+    state: Any
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+    cast: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

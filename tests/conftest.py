@@ -57,6 +57,7 @@ CROWDED = {
     "test_processes",
     "test_processes_failures",
     "test_processes_tracking",
+    "test_step_kills",
     "test_ray_demo",
     "test_ray_preemption",
     "test_scaling",

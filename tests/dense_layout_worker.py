@@ -14,9 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from deltackpt.save import dense_layout
-from deltackpt.storage import ocdbt
+from written import write_dense
 
 number, count, port = map(int, sys.argv[1:4])
 root = Path(sys.argv[4])
@@ -49,9 +47,5 @@ with ocp.CheckpointManager(root / "stock", item_handlers={"dense": handler}) as 
     manager.save(0, args=ocp.args.Composite(dense=ocp.args.PyTreeSave(tree)))
 item = root / "ours"
 item.mkdir(exist_ok=True)
-plan = dense_layout.plan(tree, number)
-plan.write(item)
-multihost_utils.sync_global_devices("written")
-if number == 0:
-    ocdbt.merge(item, range(count), plan.names)
+write_dense(item, tree, meet=lambda: multihost_utils.sync_global_devices("written"))
 multihost_utils.sync_global_devices("merged")

@@ -13,6 +13,7 @@ import threading
 from unittest import mock
 
 from deltackpt import processes
+from deltackpt.save import division
 from deltackpt.state import ownership
 
 #: Dealt out to the processes of a job, in order.
@@ -24,6 +25,7 @@ def forget() -> None:
     ownership._grid.cache_clear()
     ownership._owned.cache_clear()
     ownership._shared_rows.cache_clear()
+    division.forget()
 
 
 class Job:

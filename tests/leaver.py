@@ -23,15 +23,15 @@ from unittest import mock
 import model
 
 import deltackpt
-from deltackpt.handlers import commit
 from deltackpt.save import flight
+from deltackpt.save import step as steps
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: What can be held back: the directories and so all of the save, its rows, its commit.
 STAGES = {
-    "all": (commit.files, "remove_tree"),
-    "write": (flight.PendingSave, "_write"),
-    "commit": (commit, "write_step_digests"),
+    "all": (steps, "write"),
+    "write": (flight.PendingSave, "write"),
+    "commit": (steps, "_commit"),
 }
 #: How long after the end of the program's code: enough for an interpreter that does not wait.
 LONGER_SECS = 1.0

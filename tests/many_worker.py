@@ -40,13 +40,14 @@ from orbax.checkpoint import v1
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.handlers import commit, saving
+from deltackpt.handlers import saving
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Timeouts
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
 from deltackpt.save import exits, flight, rendezvous, snapshot
-from deltackpt.storage import arrays, files, parts
+from deltackpt.save import step as steps
+from deltackpt.storage import arrays, batch, files, ocdbt, parts, writer
 
 #: Rows that any mesh of 8 devices divides, and widths that 4 do. Each process writes a share of
 #: every table, whatever the sharding: none is so small that it goes to one process alone.
@@ -94,6 +95,7 @@ POLICIES = {
     "consecutive": deltackpt.policy.Consecutive,
     "one_shot": deltackpt.policy.OneShot,
     "intermittent": deltackpt.policy.Intermittent,
+    "rolling": deltackpt.policy.Rolling,
 }
 #: After so long jax itself would abort the processes that miss another.
 _NEVER_SECS = 600
@@ -719,7 +721,7 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
     """Calls something before or after the step is renamed into place."""
 
     def arm(reached: Callable[[], None]) -> None:
-        real = commit.files.rename
+        real = steps.files.rename
 
         def rename(source: Path, target: Path, **options: Any) -> None:
             step = target.name.isdecimal()
@@ -729,7 +731,7 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
             if step and not reached_before:
                 reached()
 
-        mock.patch.object(commit.files, "rename", rename).start()
+        mock.patch.object(steps.files, "rename", rename).start()
 
     return arm
 
@@ -737,15 +739,21 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
 #: Where a process can be stopped in a save, by what it has done; those of the commit are passed by
 #: process 0 alone.
 POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
-    "before its part": _before(flight.PendingSave, "_write"),
-    "during its part": _after(arrays.ArrayWriter, "_write_chunk"),
+    "before its part": _before(flight.PendingSave, "write"),
+    "during its part": _after(writer.ArrayWriter, "_write_chunk"),
     "before its manifest": _before(parts, "complete"),
-    "before its word": _before(commit, "write_process_digests"),
+    "before a force": _before(batch.FileBatch, "force"),
+    "after a force": _after(batch.FileBatch, "force"),
+    "before its word": _before(steps, "_tell_written"),
+    "after its word": _after(steps, "_tell_written"),
     "waiting for the parts": _before(rendezvous.Rendezvous, "collect"),
     "has the parts": _after(rendezvous.Rendezvous, "collect"),
     "waiting for the commit": _before(rendezvous.Rendezvous, "await_commit"),
-    "commit: digests": _before(commit, "write_step_digests"),
+    "before the merge": _before(ocdbt, "merge"),
+    "commit: digests": _before(steps, "_commit"),
+    "commit: after the digests": _after(steps, "_write_digests"),
     "commit: before the rename": _around_rename(True),
+    "commit: between the rename and the fsync": _before(files, "fsync_path"),
     "commit: after the rename": _around_rename(False),
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(snapshot, "take"),

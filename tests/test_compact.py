@@ -41,7 +41,7 @@ from deltackpt.format import names
 from deltackpt.reading import reader, removal
 from deltackpt.reading import saves as stored
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.storage import arrays, digests
+from deltackpt.storage import arrays, digests, writer
 from deltackpt.upkeep import compact
 from deltackpt.upkeep import fold as folding
 
@@ -275,14 +275,14 @@ def test_what_cannot_be_compacted_is_a_typed_error(tmp_path):
 def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
-    real, calls = arrays.ArrayWriter.write, iter(range(1000))
+    real, calls = writer.ArrayWriter.write, iter(range(1000))
 
     def full(self, rows):
         if next(calls) == 1:
             raise OutOfSpace("no room") from OSError(errno.ENOSPC, "No space left on device")
         return real(self, rows)
 
-    with mock.patch.object(arrays.ArrayWriter, "write", full), pytest.raises(OutOfSpace):
+    with mock.patch.object(writer.ArrayWriter, "write", full), pytest.raises(OutOfSpace):
         fold(tmp_path, 4)
     assert os.listdir(tmp_path / names.COMPACTED) == [names.COMPACTION_LOCK]
     with (

@@ -29,7 +29,7 @@ from deltackpt import errors, events
 from deltackpt.format.blocks import VALUES
 from deltackpt.save import encode
 from deltackpt.save.pieces import BusyClock, HostPiece
-from deltackpt.storage import arrays
+from deltackpt.storage import writer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DASHBOARD = REPOSITORY / "docs" / "assets" / "grafana-dashboard.json"
@@ -346,7 +346,7 @@ def test_the_stages_of_a_save_add_up_to_no_more_than_its_whole(tmp_path, codec, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "owner", "name"), [("encode", encode, "on_host"), ("write", arrays, "ArrayWriter")]
+    ("stage", "owner", "name"), [("encode", encode, "on_host"), ("write", writer, "ArrayWriter")]
 )
 def test_a_slow_stage_is_told_by_its_name(tmp_path, stage, owner, name):
     never = threading.Event()
@@ -371,8 +371,8 @@ def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, c
     state = new_state()
     where = {
         "before the write": "deltackpt.save.snapshot.require_room",
-        "in the background": "deltackpt.storage.arrays.ArrayWriter",
-        "at the commit": "deltackpt.handlers.commit.write_step_digests",
+        "in the background": "deltackpt.storage.writer.ArrayWriter",
+        "at the commit": "deltackpt.save.step._commit",
     }[stage]
     with caplog.at_level(logging.INFO, logger="deltackpt.events"):
         with manager(tmp_path, kept) as saver:
@@ -393,7 +393,7 @@ def test_the_next_save_tells_the_failure_before_it_first(tmp_path):
     kept = Kept()
     state = new_state()
     with manager(tmp_path, kept) as saver:
-        with mock.patch("deltackpt.storage.arrays.ArrayWriter", no_room):
+        with mock.patch("deltackpt.storage.writer.ArrayWriter", no_room):
             saver.save(1, state)
             flight = saver._saver.in_flight
             assert flight is not None and flight.pending.released.wait(60)
@@ -418,7 +418,7 @@ def test_a_step_that_cannot_be_saved_is_told(tmp_path):
 def test_a_wait_that_runs_out_is_no_failure_and_the_save_is_told(tmp_path):
     kept = Kept()
     go_on = threading.Event()
-    real = arrays.ArrayWriter
+    real = writer.ArrayWriter
 
     def held_up(*arguments, **options):
         assert go_on.wait(60)
@@ -427,7 +427,7 @@ def test_a_wait_that_runs_out_is_no_failure_and_the_save_is_told(tmp_path):
     timeouts = deltackpt.Timeouts(save_secs=0.05)
     choice = deltackpt.CodecChoice(base="bf16")
     options = {"base_snapshot": "block", "timeouts": timeouts}
-    with mock.patch.object(arrays, "ArrayWriter", held_up):
+    with mock.patch.object(writer, "ArrayWriter", held_up):
         with manager(tmp_path, kept, codec=choice, **options) as saver:
             with pytest.raises(errors.WaitTimeout):
                 saver.save(1, new_state())

@@ -24,7 +24,7 @@ from deltackpt.errors import OptionError, SaveFailed, TrackingError
 from deltackpt.format import blocks
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import split
-from deltackpt.storage import arrays
+from deltackpt.storage import writer
 from deltackpt.tracking import stamps
 from deltackpt.tracking.fingerprints import (
     RowTracker,
@@ -388,7 +388,7 @@ def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path):
         manager.save(0, state)
         manager.wait()
         state = trained(state, [3])
-        with mock.patch.object(arrays, "write_array", side_effect=OSError(5, "injected")):
+        with mock.patch.object(writer, "write_array", side_effect=OSError(5, "injected")):
             manager.save(1, state)
             with pytest.raises(SaveFailed):
                 manager.wait()

@@ -44,7 +44,7 @@ from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import MemoryReader, SharedMemory
 from deltackpt.standby.shards import Region
 from deltackpt.state import tables
-from deltackpt.storage import arrays
+from deltackpt.storage import arrays, writer
 
 P = jax.sharding.PartitionSpec
 #: Guards against hangs only.
@@ -197,9 +197,9 @@ class Trainer:
     def fail(self) -> None:
         """A save whose storage fails part way."""
         self.step += 1
-        failing = mock.patch.object(arrays, "write_array", side_effect=OSError(5, "injected"))
-        writer = mock.patch.object(arrays.ArrayWriter, "write", side_effect=OSError(5, "injected"))
-        with failing, writer:
+        failing = mock.patch.object(writer, "write_array", side_effect=OSError(5, "injected"))
+        written = mock.patch.object(writer.ArrayWriter, "write", side_effect=OSError(5, "injected"))
+        with failing, written:
             try:
                 self.manager.save(self.step, self.state, touched=self.marks)
                 self.manager.wait()
@@ -278,7 +278,12 @@ ACTIONS = st.sampled_from(
     actions=st.lists(ACTIONS, min_size=6, max_size=12),
     codec=st.sampled_from(["raw", "raw", "lossless", *LOSSY]),
     policy=st.sampled_from(
-        [deltackpt.Consecutive(max_chain=4), deltackpt.OneShot(), deltackpt.Intermittent()]
+        [
+            deltackpt.Consecutive(max_chain=4),
+            deltackpt.OneShot(),
+            deltackpt.Intermittent(),
+            deltackpt.Rolling(window=2),
+        ]
     ),
     retention=st.sampled_from([None, None, 1]),
     slots=st.booleans(),
@@ -288,6 +293,8 @@ ACTIONS = st.sampled_from(
 def test_after_each_look_the_held_bytes_are_those_of_the_newest_step(
     tmp_path_factory, actions, codec, policy, retention, slots, seed
 ):
+    if isinstance(policy, deltackpt.Rolling):
+        retention = None  # Of the steps that it leaves not all restore by themselves.
     root = tmp_path_factory.mktemp("root")
     draw = np.random.default_rng(seed)
     late = draw.choice(len(SHARDS), 2, replace=False)

@@ -20,6 +20,7 @@ from deltackpt.reading import inventory
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
+ROLLING = sorted(path for path in Path(make_golden.__file__).parent.glob("rolling-v*"))
 REPEATED = sorted(path for path in Path(make_golden.__file__).parent.glob("repeated-v*"))
 VERSIONS = PLAIN + PARTS + REPEATED
 ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodings-v*"))
@@ -64,6 +65,26 @@ def test_golden_checkpoint_restores_exactly(version, step, template, tmp_path):
 @pytest.mark.parametrize("step", make_golden.STEPS)
 def test_golden_checkpoint_verifies(version, step):
     assert inventory.verify_step(version / str(step)) == []
+
+
+@pytest.mark.parametrize("version", ROLLING, ids=lambda path: path.name)
+def test_golden_window_restores_exactly_without_the_base(version, tmp_path):
+    root = tmp_path / "golden"
+    shutil.copytree(version, root)
+    shutil.rmtree(root / "10")
+    options = deltackpt.ManagerOptions(access="read")
+    with deltackpt.CheckpointManager(
+        root, handlers=make_golden.ROLLING_HANDLERS, options=options
+    ) as manager:
+        result = manager.restore(30, make_golden.state_at(30))
+    assert result.chain == (20, 30)
+    expected = make_golden.state_at(30)
+    coarse = np.array(expected["tables"]["coarse"])
+    # Step 30 touched rows 2 and 22, and stores the second half of all rows raw.
+    coarse[2] = coarse[2].astype(ml_dtypes.bfloat16).astype(np.float32)
+    expected["tables"]["coarse"] = coarse
+    for left, right in zip(jax.tree.leaves(result.state), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
 @pytest.mark.parametrize("version", ENCODED, ids=lambda path: path.name)

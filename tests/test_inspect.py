@@ -389,7 +389,7 @@ def test_a_history_never_mixes_steps_of_two_runs(tmp_path):
     real = stored.read_save
     done = []
 
-    def racing(step_dir, item="embeddings"):
+    def racing(step_dir, item="embeddings", **how):
         if step_dir.name == "3" and not done:  # 2 was read; it and 3 are replaced now.
             done.append(True)
             with manager(tmp_path) as saver:
@@ -398,7 +398,7 @@ def test_a_history_never_mixes_steps_of_two_runs(tmp_path):
                     saver.save(2, result.state, touched=result.touched)
                 saver.save(3, result.state, touched=result.touched)
                 saver.wait()
-        return real(step_dir, item)
+        return real(step_dir, item, **how)
 
     with mock.patch.object(stored, "read_save", racing):
         found = ck.history(TABLE, range(50))

@@ -199,7 +199,7 @@ def trainer(run: Path, *, last: int, kill_at: int | None = None):
 
 def train(run: Path, last: int, kill_at: int | None) -> None:
     """What ``trainer`` runs: goes on from the newest step, and dies within a save."""
-    from deltackpt.storage import arrays
+    from deltackpt.storage import writer
 
     saves = []
     with deltackpt.CheckpointManager(run, handlers={"embeddings": TABLES}) as manager:
@@ -211,7 +211,7 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
             state = trained(state, ids)
             marks = touched.mark(marks, {"params/emb/a": ids, "params/emb/b": ids})
             if step == kill_at:
-                arrays.write_array = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+                writer.write_array = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             saves.append((step, manager.save(step, state, touched=marks).kind))
             manager.wait()
     print(json.dumps(saves))
@@ -229,8 +229,8 @@ def test_an_import_that_is_killed_leaves_no_step_and_can_be_repeated(tmp_path):
     source = v0_manager(tmp_path / "stock", state)
     program = (
         "import os, signal, sys; from deltackpt import interchange, Tables;"
-        "from deltackpt.handlers import commit;"
-        "commit.sync_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "from deltackpt.save import step;"
+        "step._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
         "interchange.import_orbax(*sys.argv[1:], tables=Tables(select='params/emb/*'))"
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "run")]

@@ -47,7 +47,7 @@ from deltackpt.errors import (
 )
 from deltackpt.handlers.iterators import IteratorHandler, IteratorSave
 from deltackpt.integrations.loop import LoopCheckpoints
-from deltackpt.storage import arrays
+from deltackpt.storage import writer
 
 grain = pytest.importorskip("grain")
 
@@ -306,13 +306,13 @@ def damage(root, step, file):
 def held_up():
     """Writes wait until the event is set."""
     go_on = threading.Event()
-    real = arrays.write_array
+    real = writer.write_array
 
     def write(*arguments, **options):
         assert go_on.wait(60)
         return real(*arguments, **options)
 
-    with mock.patch.object(arrays, "write_array", write):
+    with mock.patch.object(writer, "write_array", write):
         yield go_on
         go_on.set()
 
@@ -615,7 +615,7 @@ def test_the_last_step_is_saved_again_where_its_save_failed(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
     with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
         state = kind.step(kind.state(), next(iterator)["id"])
-        with mock.patch.object(arrays, "write_array", side_effect=full):
+        with mock.patch.object(writer, "write_array", side_effect=full):
             saves.after_step(1, state)
             with pytest.raises(SaveFailed):
                 saves.manager.wait()
@@ -649,7 +649,7 @@ def test_the_step_of_a_preemption_is_durable_though_an_earlier_save_failed(tmp_p
     full = OSError(errno.ENOSPC, "No space left on device")
     with checkpoints(tmp_path, kind, every=100) as saves, opened("dataset") as iterator:
         state = kind.step(kind.state(), next(iterator)["id"])
-        with mock.patch.object(arrays, "write_array", side_effect=full):
+        with mock.patch.object(writer, "write_array", side_effect=full):
             saves.save(1, state)
             while saves.manager._saver.busy():
                 pass

@@ -27,7 +27,8 @@ from deltackpt.reading import saves as stored
 from deltackpt.resources.staging import Staging
 from deltackpt.restore import placing
 from deltackpt.save import lineage, part, snapshot
-from deltackpt.save.flight import Embeddings, PipelineOptions, RefusedSave
+from deltackpt.save.flight import Embeddings, PipelineOptions
+from deltackpt.save.rendezvous import of_this_process
 from deltackpt.state import tables
 
 P = jax.sharding.PartitionSpec
@@ -147,11 +148,11 @@ class Run:
                     pending = snapshot.take(changed, step, self.root / str(step))
                 except Exception as error:
                     # As the manager does: the others would wait for this process.
-                    RefusedSave(error).write(item)
+                    of_this_process(item.parent, secs).fail(error)
                     raise
             pending.wait_copied()
-            pending.proceed.set()
-            return pending.write(item)
+            pending.write_alone(item)
+            return pending.report
 
         found = self.job.on_each(part)
         if not any(isinstance(result, Exception) for result in found):
@@ -393,8 +394,8 @@ def test_tables_of_each_process_alone_are_refused(tmp_path):
             embeddings = Embeddings(split=split, lineage=lineages[index], options=options)
             pending = snapshot.take(embeddings, 0, tmp_path / "0")
             pending.wait_copied()
-            pending.proceed.set()
-            return pending.write(item)
+            pending.write_alone(item)
+            return pending.report
 
         found = job.on_each(part)
     assert isinstance(found[0], Disagreement) and "one global array" in str(found[0])

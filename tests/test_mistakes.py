@@ -190,7 +190,8 @@ ITEMS = {"embeddings": TABLES, "json": ocp.JsonCheckpointHandler()}
         ({"json": ocp.args.StandardSave({"a": 1})}, r"expected JsonSaveArgs.*StandardSaveArgs"),
         ({"json": ocp.args.JsonRestore()}, r"expected JsonSaveArgs.*JsonRestoreArgs"),
         ({"json": None}, r"expected JsonSaveArgs.*NoneType"),
-        ({"other": ocp.args.JsonSave({})}, r"items\['other'\].*\['json'\].*handlers="),
+        ({"other": ocp.args.StandardSave({})}, r"items\['other'\].*\['json'\].*handlers="),
+        ({"embeddings": ocp.args.JsonSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
         ({"dense": ocp.args.PyTreeSave({})}, r"items\['dense'\].*save\(step, state\)"),
         ({"embeddings": ocp.args.PyTreeSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
         ([1], r"items: expected a mapping.*list"),
@@ -213,7 +214,7 @@ def test_items_that_no_handler_restores_are_refused(tmp_path):
         refused: Any = (
             ({"json": ocp.args.JsonSave({"a": 1})}, r"expected JsonRestoreArgs.*JsonSaveArgs"),
             ({"json": {"a": 1}}, r"expected JsonRestoreArgs.*dict"),
-            ({"other": ocp.args.JsonRestore()}, r"items\['other'\].*handlers="),
+            ({"other": ocp.args.StandardRestore()}, r"items\['other'\].*handlers="),
             (["json"], "expected a mapping"),
         )
         for items, match in refused:

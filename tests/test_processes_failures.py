@@ -133,7 +133,8 @@ def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_processes_secs(
         job.processes[0].kill()
         job.processes[1].ask("diverge")
         assert job.processes[1].answer() == {"ended": exits.EXIT_CODE}
-        assert "ProcessMissing" in job.processes[1].output()
+        told = job.processes[1].output()
+        assert "the save of step 1 failed" in told and "timeouts.processes_secs" in told
         assert not (tmp_path / "root" / "1").exists()
 
 

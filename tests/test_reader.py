@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_suite import MemoryStore
+from written import write_digested
 
 from deltackpt.errors import BrokenChain, Damaged, ForeignDirectory, StepNotFound
 from deltackpt.format import gaps, manifest, names
@@ -55,11 +56,12 @@ def put_array(
     """Writes an array as a trainer does, and puts its chunks into the store."""
     entry = arrays.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
     below = names.array_dir(Path(), 0, segment, name).as_posix()
-    sums = arrays.write_array(scratch / below, entry, [data], fsync=False)
-    for chunk_name in sums:
-        at = part / below / chunk_name
-        at.store.put(at.key, (scratch / below / chunk_name).read_bytes())
-    return entry, digests.chunk_digests(below, entry, sums)
+    found = write_digested(scratch / below, entry, [data])
+    chunks = {name: digest for name, digest in found.items() if name.startswith("c/")}
+    for name in chunks:
+        at = part / below / name
+        at.store.put(at.key, (scratch / below / name).read_bytes())
+    return entry, {f"{below}/{name}": digest for name, digest in chunks.items()}
 
 
 def put_save(

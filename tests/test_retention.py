@@ -18,6 +18,7 @@ import pytest
 from flat_options import manager_options
 
 import deltackpt
+from deltackpt.errors import FencedError
 from deltackpt.format import names
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import reader, saves
@@ -85,15 +86,15 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
         for step in range(6):
             if step:
                 state, touched = model.train(state, touched, step)
-            if step == 5:
+            if step == 4:
                 stack.enter_context(watching(check))
             expected[step] = users(state)
             manager.save(step, state, touched=touched)
             manager.wait()
         manager.close()
     assert not problems, problems[0]
-    # Base 0 and its deltas went one by one, while step 5 and its base stayed.
-    assert [0, 1, 2, 3, 4, 5] in listed and [0, 1, 4, 5] in listed and [4, 5] in listed
+    # Base 0 and its deltas went one by one as soon as the next base stood.
+    assert [0, 1, 2, 3, 4] in listed and [0, 1, 4] in listed and [4] in listed
     assert sorted(Root.open(tmp_path, read_only=True).steps()) == [4, 5]
 
 
@@ -134,18 +135,18 @@ def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     expected = {0: users(state)}
-    for step in range(1, 6):
+    for step in range(1, 5):
         state, touched = model.train(state, touched, step)
         expected[step] = users(state)
     steps = check_listed_steps_restore(tmp_path, expected)
-    assert steps == [*range(5 - at), 4, 5]
+    assert steps == [*range(5 - at), 4]
     # The next trainer goes on, and finishes the deletion.
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options()) as manager:
         result = manager.restore_latest(state)
-        assert result is not None and result.step == 5
-        manager.save(6, result.state, touched=result.touched)
+        assert result is not None and result.step == 4
+        manager.save(5, result.state, touched=result.touched)
         manager.wait()
-        assert manager.all_steps() == [4, 5, 6]
+        assert manager.all_steps() == [4, 5]
 
 
 def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
@@ -161,9 +162,11 @@ def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
 
     with mock.patch.object(Root, "remove_steps", remove_later):
         older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options())
-        for step in range(6):
+        for step in range(5):
             older.save(step, state, touched=touched)
             older.wait()
+        with pytest.raises(FencedError):
+            older.save(5, state, touched=touched)
         older.close()
-    assert taken and sorted(taken[0].steps()) == list(range(6))
+    assert taken and sorted(taken[0].steps()) == list(range(5))
     assert not list((tmp_path / names.TRASH).glob("*/*"))

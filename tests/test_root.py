@@ -287,14 +287,14 @@ def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(
     state = model.initial()
     touched = model.new_touched(state)
     with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
-        real = deltackpt.storage.digests.digest_tree
+        real = deltackpt.storage.digests.digests_bytes
 
         def switch(*args, **kwargs):
             link.unlink()
             link.symlink_to("two")
             return real(*args, **kwargs)
 
-        with mock.patch.object(deltackpt.storage.digests, "digest_tree", switch):
+        with mock.patch.object(deltackpt.storage.digests, "digests_bytes", switch):
             manager.save(1, state, touched=touched)
             with pytest.raises(SaveFailed, match="leads elsewhere now"):
                 manager.wait()
@@ -354,14 +354,14 @@ def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, i
         manager.wait()
         state, touched = model.train(state, touched, 1)
         if in_flight:
-            real = deltackpt.storage.digests.digest_tree
+            real = deltackpt.storage.digests.digests_bytes
 
             def move(*args, **kwargs):
                 if run.exists():
                     run.rename(moved)
                 return real(*args, **kwargs)
 
-            with mock.patch.object(deltackpt.storage.digests, "digest_tree", move):
+            with mock.patch.object(deltackpt.storage.digests, "digests_bytes", move):
                 manager.save(2, state, touched=touched)
                 with pytest.raises(SaveFailed, match="step 2 failed"):
                     manager.wait()
@@ -403,7 +403,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     older.save(1, state, touched=touched)
     older.wait()
-    real = deltackpt.storage.digests.digest_tree
+    real = deltackpt.storage.digests.digests_bytes
     first = threading.Semaphore()
 
     def start_another(*args, **kwargs):
@@ -411,7 +411,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
             Root.open(tmp_path)  # Another process.
         return real(*args, **kwargs)
 
-    with mock.patch.object(deltackpt.storage.digests, "digest_tree", start_another):
+    with mock.patch.object(deltackpt.storage.digests, "digests_bytes", start_another):
         older.save(2, state, touched=touched)
         with pytest.raises(DeltackptError) as caught:
             older.wait()

@@ -77,8 +77,8 @@ def save(root: Path, processes: int, count: int) -> None:
                 with job.lock:
                     pending = snapshot.take(embeddings, step, root / str(step))
                 pending.wait_copied()
-                pending.proceed.set()
-                return pending.write(item)
+                pending.write_alone(item)
+                return pending.report
 
             for result in job.on_each(part):
                 assert not isinstance(result, Exception), result

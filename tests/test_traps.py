@@ -20,7 +20,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import Damaged, NoIntactStep, SaveFailed
 from deltackpt.format import names
-from deltackpt.storage import arrays
+from deltackpt.storage import writer
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -82,7 +82,7 @@ def newest(root: Path, like: dict) -> deltackpt.Restored:
 
 
 def failing_writes() -> mock._patch:
-    return mock.patch.object(arrays, "write_array", side_effect=OSError(5, "Input/output error"))
+    return mock.patch.object(writer, "write_array", side_effect=OSError(5, "Input/output error"))
 
 
 def test_a_failed_save_keeps_the_touched_rows_for_the_next(tmp_path):
@@ -372,7 +372,7 @@ def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path
     state = model.initial()
     marks = model.new_touched(state)
     started, go_on = threading.Event(), threading.Event()
-    real = arrays.write_array
+    real = writer.write_array
 
     def held_up(*arguments, **options):
         started.set()
@@ -383,7 +383,7 @@ def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path
         saver.save(1, state, touched=marks)
         saver.wait()
         state, marks = model.train(state, marks, 1)
-        with mock.patch.object(arrays, "write_array", held_up):
+        with mock.patch.object(writer, "write_array", held_up):
             saver.save(2, state, touched=marks)
             assert started.wait(60)
             second = state

@@ -114,7 +114,7 @@ def _print_report(report: RootReport) -> None:
         (
             str(verdict.step),
             saves[str(verdict.step)].kind,
-            "yes" if verdict.restorable else "NO",
+            "yes" if verdict.restorable else "part" if verdict.sound else "NO",
             _chain_text(verdict),
         )
         for verdict in report.steps
@@ -140,6 +140,8 @@ def _print_report(report: RootReport) -> None:
 
 
 def _chain_text(verdict: StepVerdict) -> str:
+    if verdict.read_by is not None:
+        return f"(part of a rolling base, step {verdict.read_by} reads it)"
     if not verdict.restorable:
         return f"broken by {', '.join(verdict.broken_by)}"
     base, *deltas = verdict.chain

@@ -35,15 +35,26 @@ def _open(directory: str, item: str | None) -> Checkpoints:
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest steps.")
 @arguments.as_json
 def ls(directory: str, item: str | None, last: int | None, as_json: bool) -> None:
-    """List the steps of DIRECTORY: kinds, chains, rows, bytes."""
+    """List the steps of DIRECTORY: kinds, chains, rows, bytes.
+
+    Where the trainer has a policy of retention, ``stays for`` says which steps that keeps, and
+    which stay only for a chain that goes through them.
+    """
     from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
 
     ck = _open(directory, item)
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
+    stays_for = ck.stays_for
     if as_json:
-        terminal.print_json([_save(save) for save in saves])
+        terminal.print_json(
+            [{**_save(save), "stays_for": stays_for.get(save.step)} for save in saves]
+        )
         return
-    terminal.print_table(SAVE_COLUMNS, [save_line(save) for save in saves])
+    columns, lines = SAVE_COLUMNS, [save_line(save) for save in saves]
+    if stays_for:
+        columns = (*columns[:-1], "stays for", columns[-1])
+        lines = [(*line[:-1], stays_for.get(line[0]), line[-1]) for line in lines]
+    terminal.print_table(columns, lines)
     bases = {} if last is not None else ck.compacted
     on_disk = sum(save.disk_bytes for save in saves) + sum(bases.values())
     counted = units.count(len(saves), "step")

@@ -7,10 +7,11 @@ Pure functions over what manifests say: no I/O, no jax.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from deltackpt.errors import BrokenChain, Damaged
-from deltackpt.format.manifest import Kind, Manifest, ParentRef, SaveId
+from deltackpt.format.manifest import Kind, Manifest, Outline, ParentRef, RollingShare, SaveId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class SaveInfo:
       parent: a delta's parent.
       step_dir: name of its step directory.
       nbytes: bytes of its arrays.
+      rolling: the share of all rows that a delta of a rolling base holds.
     """
 
     save_id: SaveId
@@ -30,9 +32,10 @@ class SaveInfo:
     parent: ParentRef | None
     step_dir: str
     nbytes: int
+    rolling: RollingShare | None = None
 
     @classmethod
-    def of(cls, head: Manifest, step_dir: str) -> SaveInfo:
+    def of(cls, head: Manifest | Outline, step_dir: str) -> SaveInfo:
         """What the manifest of process 0 says; the step directory's name is not in it."""
         return cls(
             save_id=head.save_id,
@@ -40,15 +43,26 @@ class SaveInfo:
             parent=head.parent,
             step_dir=step_dir,
             nbytes=head.nbytes,
+            rolling=head.rolling,
         )
+
+    def still(self, read: float = math.inf) -> float:
+        """How many saves before this one a restore must read; infinity where down to a base.
+
+        Args:
+          read: how many that was said to be, itself included, by saves that lead to it.
+        """
+        if self.rolling is not None and self.rolling.full:
+            read = min(read, self.rolling.window)
+        return read - 1
 
 
 def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iterator[SaveInfo]:
-    """A save and its parents, newest first, as far as they are found.
+    """A save and its parents, newest first, as far as they are found and a restore needs them.
 
-    What is found is not judged: it may be another save than the one that was named, which
-    ``restore_chain`` says. A directory that was passed is not entered again, so the walk ends
-    whatever the records say.
+    That is down to a base, or over the window of a rolling one. What is found is not judged: it may
+    be another save than the one that was named, which ``restore_chain`` says. A directory that was
+    passed is not entered again, so the walk ends whatever the records say.
 
     Args:
       target: where to begin.
@@ -57,11 +71,14 @@ def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iter
     """
     passed: set[str] = set()
     save: SaveInfo | None = target
+    still = math.inf
     while save is not None:
         passed.add(save.step_dir)
         yield save
-        parent = save.parent
-        save = None if parent is None or parent.step_dir in passed else find(parent)
+        parent, still = save.parent, save.still(still)
+        save = None
+        if parent is not None and still and parent.step_dir not in passed:
+            save = find(parent)
 
 
 def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[SaveInfo, ...]:
@@ -149,16 +166,18 @@ def _closure(
 ) -> frozenset[SaveId]:
     """Saves in the chains of others; a chain ends where a compacted base stands."""
     by_id = {save.save_id: save for save in saves}
-    live: set[SaveId] = set()
-    pending = [*keep, *in_flight]
+    #: The most that any chain reads of each, itself included.
+    live: dict[SaveId, float] = {}
+    pending = [(save_id, math.inf) for save_id in (*keep, *in_flight)]
     while pending:
-        save_id = pending.pop()
-        if save_id in live:
-            continue
-        live.add(save_id)
+        save_id, read = pending.pop()
         save = by_id.get(save_id)
-        if save is not None and save.parent is not None and save_id not in compacted:
-            pending.append(save.parent.save_id)
+        still = read - 1 if save is None else save.still(read)
+        if still <= live.get(save_id, -1):
+            continue
+        live[save_id] = still
+        if save is not None and save.parent is not None and still and save_id not in compacted:
+            pending.append((save.parent.save_id, still))
     return frozenset(live)
 
 
@@ -168,9 +187,11 @@ def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveIn
     Steps descend along a chain, so the walk ends.
     """
     chain: list[SaveInfo] = []
+    still = math.inf
     for save in walk(target, lambda parent: by_dir.get(parent.step_dir)):
         chain.append(save)
-        problem = _own_problem(save) or _parent_problem(save, by_dir)
+        still = save.still(still)
+        problem = _own_problem(save) or (_parent_problem(save, by_dir) if still else None)
         if problem is not None:
             return chain, problem
     return chain, None

@@ -72,6 +72,12 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
+@functools.cache
+def itemsize_of(stored: str) -> int:
+    """Bytes of one number of a stored dtype."""
+    return np.dtype(stored).itemsize
+
+
 def can_store(dtype: np.dtype) -> bool:
     """Whether an array comes back as it was: a dtype that its name says all of, and Zarr can hold.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from deltackpt.format import manifest
-from deltackpt.format.manifest import Encoding, GroupEntry, Segment, TableEntry
+from deltackpt.format.manifest import Encoding, FieldSpec, GroupEntry, Segment, TableEntry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,32 +59,37 @@ def table_figures(
                 for encoding in segment.encodings
                 if (segment.group, encoding.field) == (group.name, spec.name)
             ]
-            for place, table in enumerate(members):
-                figures = _figures(table.name, spec.name, place, parts, spec.row_bytes)
-                if figures.rows:
-                    found.append(figures)
+            found += _figures(members, spec, parts)
     return tuple(found)
 
 
 def _figures(
-    table: str, field: str, place: int, parts: Sequence[tuple[Segment, Encoding]], row_bytes: int
-) -> TableFigures:
-    """Figures of the table that stands at ``place`` in its group."""
+    members: Sequence[TableEntry], spec: FieldSpec, parts: Sequence[tuple[Segment, Encoding]]
+) -> Iterator[TableFigures]:
+    """Figures of one field of a group's tables, of those that have rows."""
     # Segments of other columns hold the same rows again.
     first = min((segment.columns[0] for segment, _ in parts), default=0)
-    rows = sum(part.rows[place] for segment, part in parts if segment.columns[0] == first)
-    nbytes = sum(
-        round(part.nbytes * part.rows[place] / max(1, sum(part.rows))) for _, part in parts
-    )
-    norm = sum(part.squared_norm[place] for _, part in parts)
-    error = sum(part.squared_error[place] for _, part in parts)
-    return TableFigures(
-        table=table,
-        field=field,
-        codec="+".join(sorted({part.codec for _, part in parts})),
-        reason="; ".join(sorted({part.reason for _, part in parts})),
-        rows=rows,
-        nbytes=nbytes,
-        ratio=nbytes / max(1, rows * row_bytes),
-        relative_error=math.sqrt(error / norm) if norm else 0.0,
-    )
+    rows, nbytes = [0] * len(members), [0] * len(members)
+    norm, error = [0.0] * len(members), [0.0] * len(members)
+    for segment, part in parts:
+        total = max(1, sum(part.rows))
+        for place, count in enumerate(part.rows):
+            rows[place] += count if segment.columns[0] == first else 0
+            nbytes[place] += round(part.nbytes * count / total)
+            norm[place] += part.squared_norm[place]
+            error[place] += part.squared_error[place]
+    codec = "+".join(sorted({part.codec for _, part in parts}))
+    reason = "; ".join(sorted({part.reason for _, part in parts}))
+    row_bytes = spec.row_bytes
+    for place, table in enumerate(members):
+        if rows[place]:
+            yield TableFigures(
+                table=table.name,
+                field=spec.name,
+                codec=codec,
+                reason=reason,
+                rows=rows[place],
+                nbytes=nbytes[place],
+                ratio=nbytes[place] / max(1, rows[place] * row_bytes),
+                relative_error=math.sqrt(error[place] / norm[place]) if norm[place] else 0.0,
+            )

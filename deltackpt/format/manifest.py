@@ -6,13 +6,13 @@ What they mean is specified in ``docs/format.md``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import google_crc32c
-import numpy as np
 
 from deltackpt.errors import FormatTooNew
 from deltackpt.format import blocks, dtypes, records
@@ -23,12 +23,20 @@ from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 _MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts"})
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "rolling"})
 #: Needed by what is not stored ``raw``: rows may stand beside their codes.
 ENCODINGS = "encodings"
 #: Needed by what several processes wrote: only process 0's manifest says what the tables are.
 PARTS = "parts"
+#: Needed by a save from which a restore may go back a few saves only, not to a base.
+ROLLING = "rolling"
 
+#: Fields that are the same in all saves of a run, and large where there are many tables.
+_ALIKE = frozenset({"groups", "tables", "dense", "tracking_paths", "writers"})
+_sound_paths = records.Sound()
+
+#: Names of parents in a manifest: what is read ahead at once.
+MOST_PARENTS = 64
 #: Kinds of the steps of a key path.
 _PATH_KINDS = ("dict", "seq", "attr", "flat")
 Kind = Literal["base", "delta"]
@@ -63,6 +71,41 @@ class BaseRef:
 
     save_id: SaveId
     nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RollingShare:
+    """The share of all rows that a delta of a rolling base holds besides the touched ones.
+
+    Attributes:
+      window: in how many saves every row is written.
+      number: which share it is, from 0 on: of a table of n rows those from ``n * number // window``
+        to ``n * (number + 1) // window``.
+      filled: how many saves in a row, along the chain and up to this one, have written theirs;
+        ``window`` where there are more.
+    """
+
+    window: int
+    number: int
+    filled: int
+
+    @property
+    def full(self) -> bool:
+        """Whether the save and those before it in the window hold every row."""
+        return self.filled >= self.window
+
+    def rows(self, group: GroupEntry, tables: Iterable[TableEntry]) -> range | blocks.Ranges:
+        """The virtual rows of a group that are in the share."""
+        return blocks.rows_of(
+            (table.offset + self._first(table.rows), table.offset + self._last(table.rows))
+            for table in members(group, tables)
+        )
+
+    def _first(self, rows: int) -> int:
+        return rows * self.number // self.window
+
+    def _last(self, rows: int) -> int:
+        return rows * (self.number + 1) // self.window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +190,7 @@ class ArrayEntry:
     @property
     def nbytes(self) -> int:
         """Bytes of the array, before any compression."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,6 +363,11 @@ class Manifest:
     restores: int = 0
     #: The newest compacted base that process 0 knew of when it wrote this.
     compacted: BaseRef | None = None
+    #: Names of the step directories that a restore reads too, the parent's first, at most
+    #: ``MOST_PARENTS``: for reading ahead, and no more; ``parent`` is the truth. Process 0's alone.
+    parents: tuple[str, ...] = ()
+    #: The share of all rows that a delta of a rolling base holds.
+    rolling: RollingShare | None = None
     features: tuple[str, ...] = ()
     #: CRC32C of what the process takes the tables to be, and of the codecs that it planned.
     plan_crc32c: int = 0
@@ -334,14 +382,65 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
-        if self.parts:
-            return sum(part.nbytes for part in self.parts)
-        return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
+        return _nbytes(self)
 
     @property
     def group_by_name(self) -> dict[str, GroupEntry]:
         """Groups by name."""
         return {group.name: group for group in self.groups}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Size:
+    """Of an ArrayEntry what its bytes follow from."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Of a Segment what its bytes follow from."""
+
+    arrays: tuple[_Size, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PartSize:
+    """Of a Part the bytes of its arrays."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outline:
+    """Of a Manifest what tells a save from others, and its size: a directory holds thousands."""
+
+    kind: Kind
+    save_id: SaveId
+    parent: ParentRef | None
+    process: int
+    process_count: int
+    segments: tuple[_Sizes, ...]
+    parents: tuple[str, ...] = ()
+    rolling: RollingShare | None = None
+    features: tuple[str, ...] = ()
+    parts: tuple[_PartSize, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
+        return _nbytes(self)
+
+
+def _nbytes(record: Any) -> int:
+    if record.parts:
+        return sum(part.nbytes for part in record.parts)
+    return sum(entry.nbytes for segment in record.segments for entry in segment.arrays)
 
 
 def cover(
@@ -381,9 +480,8 @@ def width(trailing: tuple[int, ...]) -> int:
 
 def plan_crc32c(record: Manifest) -> int:
     """CRC32C of what all processes must agree on: tables, groups, codecs, dense leaves."""
-    plan = dataclasses.asdict(record)
     names = ("groups", "tables", "dense", "tracking_paths")
-    return google_crc32c.value(records.packed({name: plan[name] for name in names}))
+    return google_crc32c.value(records.packed({name: getattr(record, name) for name in names}))
 
 
 def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
@@ -419,7 +517,13 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = _MA
         such record can.
       FormatTooNew: a later version wrote it, or it needs a feature unknown here.
     """
-    fields = records.body_of(data, name=name, magic=magic)
+    if cls is Manifest:
+        record = records.quickly(cls, data, name=name, magic=magic, alike=_ALIKE)
+        if record is not None and KNOWN_FEATURES.issuperset(record.features):
+            with contextlib.suppress(Unsound):
+                _check(record)
+                return record
+    fields = records.fields_of(data, name=name, magic=magic)
     try:
         if cls is Manifest:
             _check_features(fields, name)
@@ -442,12 +546,43 @@ def _check_features(fields: dict[str, Any], name: str) -> None:
         )
 
 
+def outline(data: bytes, *, name: str) -> Outline | Manifest:
+    """What chains need to know of a save, of the bytes of the manifest of process 0.
+
+    Args:
+      data: of ``to_bytes``.
+      name: how errors name the manifest.
+
+    Raises:
+      Damaged, FormatTooNew: as ``from_bytes``.
+    """
+    found = records.quickly(Outline, data, name=name, magic=_MAGIC, alike=frozenset())
+    if found is not None and KNOWN_FEATURES.issuperset(found.features):
+        with contextlib.suppress(Unsound, TypeError):
+            _check_ids(found)
+            return found
+    return from_bytes(data, name=name)
+
+
 def _check(record: Manifest) -> None:
     """Checks what a manifest says by itself; ``bounds`` checks it against its groups.
 
     Raises:
       Unsound: it cannot be.
     """
+    _check_ids(record)
+    if not _sound_paths.has(record.tables, record.dense, record.tracking_paths):
+        for path in key_paths(record):
+            require(all(_is_key(*entry) for entry in path), "a key path", path)
+        _sound_paths.add(record.tables, record.dense, record.tracking_paths)
+    for number, segment in enumerate(record.segments):
+        try:
+            check_segment(segment)
+        except Unsound as error:
+            raise error.within(f"segments[{number}]") from None
+
+
+def _check_ids(record: Manifest | Outline) -> None:
     ids = [("save_id", record.save_id)]
     if record.parent is not None:
         ids.append(("parent.save_id", record.parent.save_id))
@@ -456,15 +591,15 @@ def _check(record: Manifest) -> None:
     for place, save_id in ids:
         require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
         require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+    if (rolling := record.rolling) is not None:
+        window, number, filled = rolling.window, rolling.number, rolling.filled
+        require(window > 1, "at least 2 saves", window, "rolling.window")
+        require(0 <= number < window, f"a share below {window}", number, "rolling.number")
+        require(1 <= filled <= window, f"1 to {window} saves", filled, "rolling.filled")
     process, count = record.process, record.process_count
     require(process < count, f"a process below {count}", process, "process")
-    for path in key_paths(record):
-        require(all(_is_key(*entry) for entry in path), "a key path", path)
-    for number, segment in enumerate(record.segments):
-        try:
-            check_segment(segment)
-        except Unsound as error:
-            raise error.within(f"segments[{number}]") from None
+    for parent in record.parents:
+        require(is_name(parent), "the name of a directory", parent, "parents")
 
 
 def key_paths(record: Manifest | Layout) -> Iterator[KeyPath]:

@@ -18,6 +18,7 @@ Beside the steps::
       lock                             held by the one compactor of the directory
       <step>/<item>/                   a base that stands for the item of the step
       <step>.<id>.tmp/                 one that is being folded
+    kept.msgpack                       what the trainer's policy of retention keeps
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ DENSE_ITEM = "dense"
 STEP_DIGESTS = "digests.step.msgpack"
 #: What Orbax says of a step: its items, metrics and times.
 STEP_METADATA = "_CHECKPOINT_METADATA"
+#: Orbax's item of what was measured at a step, and the file in it.
+METRICS = "metrics"
+#: What Orbax looks for where directories cannot be renamed.
+COMMIT_SUCCESS = "commit_success.txt"
 #: What Orbax's PyTree handler says of an item's leaves, in the item.
 PYTREE_METADATA = "_METADATA"
 #: Every file of Orbax's and ours that stands beside the items of a step.
-_STEP_FILES = (STEP_DIGESTS, STEP_METADATA, "commit_success.txt")
+_STEP_FILES = (STEP_DIGESTS, STEP_METADATA, COMMIT_SUCCESS)
 #: What Orbax calls an item, or a step, that is not whole yet.
-_TEMPORARY = ".orbax-checkpoint-tmp"
+TEMPORARY = ".orbax-checkpoint-tmp"
 #: Moved-aside steps of a rolled-back run, beside the steps.
 ROLLED_BACK = "rolled-back"
 #: Steps that are being deleted: renamed here first, then emptied.
@@ -48,6 +53,8 @@ TRASH = "deleted"
 #: Bases that compaction folded, beside the steps that they stand for.
 COMPACTED = "compacted"
 COMPACTION_LOCK = "lock"
+#: What the trainer's policy of retention keeps.
+KEPT = "kept.msgpack"
 #: The newest step that a record can hold: an int64.
 LAST_STEP = (1 << 63) - 1
 #: What a copy has not finished yet; hidden, so that nobody takes it for a step.
@@ -73,7 +80,7 @@ def is_item_name(name: object) -> bool:
     """Whether an item may be called so: one folder in a step, with a name to itself."""
     if not isinstance(name, str) or name in ("", ".", "..", DENSE_ITEM, *_STEP_FILES):
         return False
-    return "/" not in name and _TEMPORARY not in name and step_digests_process(name) is None
+    return "/" not in name and TEMPORARY not in name and step_digests_process(name) is None
 
 
 def manifest_name(process: int) -> str:
@@ -117,6 +124,11 @@ def step_digests_process(name: str) -> int | None:
     """Process of such digests, None where the name is another object's."""
     match = _STEP_DIGESTS.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def dense_part(process: int) -> str:
+    """Name of the folder of the dense files that a process writes."""
+    return f"ocdbt.process_{process}"
 
 
 def dense_process(name: str) -> int | None:

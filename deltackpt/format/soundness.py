@@ -7,9 +7,7 @@ import math
 import urllib.parse
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from deltackpt.format import records
+from deltackpt.format import dtypes, records
 from deltackpt.format.records import Unsound
 
 if TYPE_CHECKING:
@@ -76,5 +74,5 @@ def _check_array(entry: ArrayEntry) -> None:
     require(entry.chunk_rows > 0, "1 or more", entry.chunk_rows, "chunk_rows")
     # A chunk may have room for more rows than there are.
     rows = max(entry.chunk_rows, entry.shape[0])
-    nbytes = math.prod((rows, *entry.shape[1:])) * np.dtype(entry.dtype).itemsize
+    nbytes = math.prod((rows, *entry.shape[1:])) * dtypes.itemsize_of(entry.dtype)
     require(nbytes <= MOST and rows <= MOST, f"at most {MOST} bytes", entry.shape, "shape")

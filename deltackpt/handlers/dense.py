@@ -36,7 +36,12 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
 def save_args(dense: dict[str, Any]) -> ocp.args.PyTreeSave:
     """Save arguments of the dense leaves, nested dicts."""
-    return ocp.args.PyTreeSave(jax.tree.map(_storable, dense, is_leaf=_is_none))
+    return ocp.args.PyTreeSave(storable(dense))
+
+
+def storable(dense: dict[str, Any]) -> dict[str, Any]:
+    """Dense leaves as they are stored."""
+    return jax.tree.map(_storable, dense, is_leaf=_is_none)
 
 
 def fault(leaf: Any) -> str | None:
@@ -91,6 +96,15 @@ def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTre
     return ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
     )
+
+
+def abstract(stored: Any) -> dict[str, Any]:
+    """Shapes and dtypes of stored leaves; what is no array stays as Orbax describes it.
+
+    Args:
+      stored: Orbax's metadata of the stored item.
+    """
+    return jax.tree.map(_abstract, stored.tree, is_leaf=_is_leaf_metadata)
 
 
 def check(abstract: dict[str, Any], stored: Any, step: int) -> None:
@@ -295,6 +309,14 @@ def _with_sharding(leaf: Any) -> Any:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=default)
     return leaf
+
+
+def _abstract(metadata: Any) -> Any:
+    if not isinstance(metadata, ocp.metadata.ArrayMetadata):
+        return metadata
+    if isinstance(metadata, ocp.metadata.ScalarMetadata):
+        return metadata
+    return jax.ShapeDtypeStruct(tuple(metadata.shape), metadata.dtype)
 
 
 def _host_args(metadata: Any) -> ocp.RestoreArgs:

@@ -66,7 +66,7 @@ def sorted_handlers(
 
 
 def save_args(
-    items: Mapping[str, Any] | None, handlers: Mapping[str, Any]
+    items: Mapping[str, Any] | None, handlers: dict[str, Any], tables: str
 ) -> dict[str, ocp.args.CheckpointArgs]:
     """Save arguments of further items, as they are now.
 
@@ -75,27 +75,28 @@ def save_args(
 
     Args:
       items: item names to save arguments, as the user gave them.
-      handlers: of further items, by name.
+      handlers: of further items, by name; one for JSON is added for each new name of such.
+      tables: the name of our own item.
 
     Raises:
       OptionError: no handler takes them.
     """
-    checked = _checked(items, handlers, 0)
+    checked = _checked(items, handlers, tables, 0)
     return {name: _as_it_is(name, args) for name, args in checked.items()}
 
 
 def restore_args(
-    items: Mapping[str, Any] | None, handlers: Mapping[str, Any]
+    items: Mapping[str, Any] | None, handlers: dict[str, Any], tables: str
 ) -> dict[str, ocp.args.CheckpointArgs]:
     """Restore arguments of further items; None among them leaves an item to its handler.
 
     Raises:
       OptionError: no handler takes them.
     """
-    return _checked(items, handlers, 1)
+    return _checked(items, handlers, tables, 1)
 
 
-def _checked(items: Any, handlers: Mapping[str, Any], use: int) -> dict[str, Any]:
+def _checked(items: Any, handlers: dict[str, Any], tables: str, use: int) -> dict[str, Any]:
     """Items, each with arguments of the class that its handler saves (0) or restores (1) by."""
     if items is None:
         return {}
@@ -105,6 +106,9 @@ def _checked(items: Any, handlers: Mapping[str, Any], use: int) -> dict[str, Any
             "give e.g. {'progress': ocp.args.JsonSave({'epoch': 3})}"
         )
     for name, args in items.items():
+        is_json = isinstance(args, (ocp.args.JsonSave, ocp.args.JsonRestore))
+        if is_json and name != tables and names.is_item_name(name):
+            handlers.setdefault(name, ocp.JsonCheckpointHandler())
         if name not in handlers:
             raise OptionError(
                 f"items[{name!r}]: expected one of the further items that the manager has handlers "

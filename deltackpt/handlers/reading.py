@@ -1,58 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves and further items of committed steps, read by Orbax."""
+"""Dense leaves and further items of committed steps, read by Orbax's handlers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
-from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.handlers import dense
-from deltackpt.handlers.agreement import Processes
-from deltackpt.handlers.orbax_private import barrier_secs
+from deltackpt.ledger.directory import Root
 from deltackpt.restore.steps import Items
 
 
 class OrbaxItems:
     """The ``ItemReader`` of a manager."""
 
-    def __init__(
-        self,
-        manager: Callable[[], ocp.CheckpointManager],
-        processes: Processes,
-        processes_secs: float,
-    ):
+    def __init__(self, root: Root, handlers: Mapping[str, Any]):
         """Reads nothing yet.
 
         Args:
-          manager: Orbax's; asked for anew each time, since a failure replaces it.
-          processes: those that read beside this one.
-          processes_secs: how long to wait for them.
+          root: of the steps.
+          handlers: of further items, by name.
         """
-        self._manager = manager
-        self._processes = processes
-        self._processes_secs = processes_secs
+        self._root = root
+        self._handlers = handlers
 
     def dense(self, step: int, abstract: dict[str, Any] | None) -> dict[str, Any]:
         """As ``ItemReader.dense``."""
-        metadata = self._manager().item_metadata(step)[names.DENSE_ITEM]
+        handler, item_dir = dense.handler(), self._item_dir(step, names.DENSE_ITEM)
+        metadata = handler.metadata(item_dir)
         if abstract is not None:
             dense.check(abstract, metadata, step)
         args = dense.restore_args(abstract, metadata)
-        restored = self.items(step, {names.DENSE_ITEM: args})
-        return dense.restored(restored[names.DENSE_ITEM], abstract, step)
+        return dense.restored(handler.restore(item_dir, args=args), abstract, step)
+
+    def abstract(self, step: int) -> dict[str, Any]:
+        """Shapes and dtypes of the dense leaves of a step, read from metadata alone."""
+        return dense.abstract(dense.handler().metadata(self._item_dir(step, names.DENSE_ITEM)))
 
     def items(self, step: int, items: Items) -> Mapping[str, Any]:
-        """As ``ItemReader.items``; Orbax has all processes meet at a barrier afterwards."""
-        try:
-            with barrier_secs(self._processes_secs):
-                return self._manager().restore(step, args=ocp.args.Composite(**items))
-        except jax.errors.JaxRuntimeError as error:
-            if self._processes.count == 1:
-                raise
-            what = f"restoring {', '.join(items)} of step {step}"
-            raise RestoreError(str(self._processes.named(what, error))) from error
+        """As ``ItemReader.items``."""
+        return {name: self._item(step, name, args) for name, args in sorted(items.items())}
+
+    def _item(self, step: int, name: str, args: Any) -> Any:
+        handler = self._handlers[name]
+        if args is None:
+            _, kind = ocp.args.get_registered_args_cls(handler)
+            args = kind()
+        return handler.restore(self._item_dir(step, name), args=args)
+
+    def _item_dir(self, step: int, name: str) -> epath.Path:
+        return epath.Path(self._root.step_dir(step) / name)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,16 @@ from deltackpt import events, processes
 from deltackpt.errors import (
     ForeignDirectory,
     NoIntactStep,
-    ProcessMissing,
     RestoreError,
     StepGone,
     StepNotFound,
 )
 from deltackpt.format.manifest import SaveId
-from deltackpt.handlers.engine import Engine
+from deltackpt.handlers import partial
 from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
-from deltackpt.outcomes import ReadRows, Restored
+from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
@@ -40,23 +37,21 @@ _LISTINGS = 10
 class Restorer:
     """Reads steps, and makes them what the run goes on from; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, Any], engine: Engine):
+    def __init__(self, run: Run, extra: dict[str, Any]):
         """Reads nothing yet.
 
         Args:
           run: the manager's run.
           extra: handlers of further items, by name.
-          engine: Orbax's manager.
         """
         self._run = run
         self._extra = extra
-        self._engine = engine
         limits = run.options.timeouts
         self._steps = StepReader(
             run.root,
             run.item,
             run.choice,
-            others=OrbaxItems(lambda: engine.orbax, run.among, limits.processes_secs),
+            others=OrbaxItems(run.root, extra),
             share=(run.among.index, run.among.count),
             service_secs=limits.service_secs,
         )
@@ -141,6 +136,11 @@ class Restorer:
             seconds=seconds,
         )
 
+    def state(self, step: int, template: Any, progress: Progress | None) -> ReadState:
+        """Leaves by their paths; as ``CheckpointManager.read_state``."""
+        run, items = self._run, OrbaxItems(self._run.root, {})
+        return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
+
     def _newest_but(self, skipped: set[int]) -> int | None:
         """The newest step that process 0 finds, those skipped left out."""
         run = self._run
@@ -158,7 +158,7 @@ class Restorer:
     def _load(self, found: Found, progress: Progress | None) -> tuple[Loaded, float]:
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = SaveId(*self._run.among.agree("choosing a save", own))
-        with self._reading(f"restoring step {found.step}"):
+        with self._run.among.together(f"restoring step {found.step}"):
             loaded = self._steps.load(found, agreed, progress)
         return loaded, time.perf_counter()
 
@@ -171,7 +171,7 @@ class Restorer:
         service: Service,
     ) -> Restored:
         run, started = self._run, time.perf_counter()
-        items = restore_args(items, self._extra)
+        items = restore_args(items, self._extra, run.item)
         found, found_at = self._find(step, template, None, service)
         loaded, read_at = self._load(found, progress)
         merged = loaded.tables
@@ -180,7 +180,7 @@ class Restorer:
         state, fresh = steps.joined(template, found, loaded, identity)
         extra: dict[str, Any] = {}
         if items:
-            with self._reading(f"restoring items of step {step}"):
+            with run.among.together(f"restoring items of step {step}"):
                 extra = self._steps.items(found, items)
                 found.check_stays()
         if not run.options.read_only:
@@ -221,22 +221,6 @@ class Restorer:
         events.emit(event, self._run.sinks)
         return event.total_secs
 
-    @contextlib.contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        """Reading by Orbax, which has all processes meet afterwards, after which all raise or none.
-
-        Raises:
-          RestoreError, ProcessFailed, ProcessMissing: as ``Processes.together``.
-        """
-        try:
-            with self._run.among.together(what):
-                yield
-        except Exception as error:
-            if self._run.among.count > 1 and not isinstance(error, ProcessMissing):
-                # The process that failed did not come to the barrier: it is one behind the others.
-                self._engine.restart(failed_read=True)
-            raise
-
     def _go_on_from(
         self,
         found: Found,
@@ -273,5 +257,6 @@ class Restorer:
             restores=found.target.head.restores,
             run=drawn,
             witness=witness,
+            parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
         )
         run.restored = found.step

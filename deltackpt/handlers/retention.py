@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention that never removes what a kept step needs."""
+"""Retention that never removes what a kept step needs, by the rules of Orbax's policies."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
+import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import orbax.checkpoint as ocp
 
 from deltackpt import processes
-from deltackpt.format import chain
-from deltackpt.format.chain import SaveInfo
+from deltackpt.errors import DeltackptError
+from deltackpt.format import chain, names
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger import kept
+from deltackpt.ledger.directory import Root
 from deltackpt.policy.retention import PreservationPolicy
+from deltackpt.storage import files
 
 _logger = logging.getLogger(__name__)
 
@@ -21,68 +28,110 @@ _policies = ocp.checkpoint_managers
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepChain:
-    """An Orbax ``PreservationPolicy`` that closes another one's answer over the chains.
-
-    Orbax asks before the newest step is committed, so the saves in flight and their parents
-    count as kept. Where a step's manifest cannot be read, everything is kept.
+class CommittedStep:
+    """A committed step as policies see it; its metadata is read where one looks at that.
 
     Attributes:
-      inner: the user's policy.
-      protected: saves that must stay whatever the policy says; ``Lineage.protected``.
-      saves: what each committed step is, None where it cannot be read; ``Root.saves``.
-      compacted: saves for which a compacted base stands, so that what it replaced may go;
-        ``Root.compacted``.
-      deletes: whether this process deletes; on the others the answer only keeps Orbax's list of
-        steps short, and costs nothing.
+      step: its number.
+      read: gives what Orbax's metadata of the step says.
     """
 
-    inner: PreservationPolicy
-    protected: Callable[[], frozenset[SaveId]]
-    saves: Callable[[], Mapping[int, SaveInfo | None]]
-    compacted: Callable[[], Collection[SaveId]] = frozenset
-    deletes: bool = True
+    step: int
+    read: Callable[[], Mapping[str, Any]]
 
-    def should_preserve(
-        self,
-        checkpoints: Sequence[_policies.PolicyCheckpointInfo],
-        *,
-        context: _policies.PreservationContext,
-    ) -> list[bool]:
-        """Which checkpoints stay."""
-        if not self.deletes:
-            return [checkpoint is checkpoints[-1] for checkpoint in checkpoints]
-        wanted = list(self.inner.should_preserve(checkpoints, context=context))
-        if all(wanted):
-            return wanted
-        by_step = dict(self.saves())
-        unreadable = [step for step, info in by_step.items() if info is None]
-        if unreadable:
-            process = processes.index()
-            _logger.warning(
-                "process %d: steps %s cannot be read: retention keeps every step",
-                process,
-                unreadable,
-                extra={"process_index": process},
-            )
-            return [True] * len(wanted)
-        infos = {step: info for step, info in by_step.items() if info is not None}
-        keep = [
-            infos[checkpoint.step].save_id
-            for checkpoint, stays in zip(checkpoints, wanted, strict=True)
-            if stays and checkpoint.step in infos
-        ]
-        live = chain.live_set(keep, infos.values(), self.protected(), self.compacted())
-        return [
-            stays or checkpoint.step not in infos or infos[checkpoint.step].save_id in live
-            for checkpoint, stays in zip(checkpoints, wanted, strict=True)
-        ]
+    @functools.cached_property
+    def _metadata(self) -> Mapping[str, Any]:
+        return self.read()
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """What ``save()`` was given as metrics; None where that was nothing."""
+        return dict(self._metadata.get("metrics") or {}) or None
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was committed."""
+        nanoseconds = self._metadata.get("commit_timestamp_nsecs") or 0
+        return datetime.datetime.fromtimestamp(nanoseconds / 1e9, datetime.UTC)
 
 
-def as_policy(
-    retention: int | PreservationPolicy | None,
-) -> PreservationPolicy:
+def committed_steps(root: Root) -> list[CommittedStep]:
+    """All committed steps of a directory, oldest first."""
+    return [
+        CommittedStep(step, functools.partial(_metadata, root, step))
+        for step in sorted(root.steps())
+    ]
+
+
+def enforce(policy: PreservationPolicy, root: Root, protected: frozenset[SaveId]) -> None:
+    """Removes what a policy does not keep and no kept step needs, and notes what it keeps.
+
+    Where the manifest of a step cannot be read, everything stays.
+
+    Args:
+      policy: the user's; ``as_policy``.
+      root: the directory.
+      protected: saves that stay whatever the policy says; ``Lineage.protected``.
+
+    Raises:
+      StorageError: the store refused.
+    """
+    if type(policy) is _policies.LatestN and policy.n is None:
+        kept.forget(root.path)
+        return
+    steps = committed_steps(root)
+    context = _policies.PreservationContext()
+    wanted = list(policy.should_preserve(steps, context=context))
+    if not all(wanted):
+        root.remove_steps(_surplus(steps, wanted, root, protected))
+    # Last: a full disk gets room first.
+    newest = max((checkpoint.step for checkpoint in steps), default=-1)
+    stay = tuple(one.step for one, stays in zip(steps, wanted, strict=True) if stays)
+    kept.note(root.path, kept.Kept(policy=type(policy).__name__, newest=newest, steps=stay))
+
+
+def _surplus(
+    steps: Sequence[CommittedStep],
+    wanted: Sequence[bool],
+    root: Root,
+    protected: frozenset[SaveId],
+) -> list[int]:
+    """The steps that a policy does not keep, and that no kept step needs."""
+    infos = root.saves()
+    unreadable = [step for step, info in infos.items() if info is None]
+    if unreadable:
+        process = processes.index()
+        _logger.warning(
+            "process %d: steps %s cannot be read: retention keeps every step",
+            process,
+            unreadable,
+            extra={"process_index": process},
+        )
+        return []
+    known = {step: info for step, info in infos.items() if info is not None}
+    keep = [
+        known[checkpoint.step].save_id
+        for checkpoint, stays in zip(steps, wanted, strict=True)
+        if stays and checkpoint.step in known
+    ]
+    live = chain.live_set(keep, known.values(), protected, root.compacted())
+    return [
+        checkpoint.step
+        for checkpoint, stays in zip(steps, wanted, strict=True)
+        if not stays and checkpoint.step in known and known[checkpoint.step].save_id not in live
+    ]
+
+
+def as_policy(retention: int | PreservationPolicy | None) -> PreservationPolicy:
     """The policy of ``ManagerOptions.retention``: a number keeps that many newest steps."""
     if retention is None or isinstance(retention, int):
         return _policies.LatestN(retention)
     return retention
+
+
+def _metadata(root: Root, step: int) -> Mapping[str, Any]:
+    try:
+        found = json.loads(files.read_bytes(root.step_dir(step) / names.STEP_METADATA))
+    except (DeltackptError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -14,6 +14,7 @@ from deltackpt.handlers.agreement import Processes
 from deltackpt.ledger.directory import Root
 from deltackpt.options import ManagerOptions
 from deltackpt.resources.staging import Staging
+from deltackpt.resources.workers import Workers
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.state.choice import Tables
 from deltackpt.tracking.fingerprints import RowTracker
@@ -32,6 +33,7 @@ class Run:
       among: the processes that save and restore together.
       lineage: what this run knows of its own saves.
       staging: memory for snapshots.
+      workers: threads of saves.
       tracker: what finds touched rows where that is the manager's business.
       newest: the newest step, as process 0 found it at first; every committed one since.
       restored: the step that the next save goes on from, where it is not the newest one.
@@ -45,6 +47,7 @@ class Run:
     among: Processes
     lineage: Lineage
     staging: Staging
+    workers: Workers
     tracker: RowTracker | None
     newest: int | None
     restored: int | None = None
@@ -86,6 +89,7 @@ class Run:
             among=among,
             lineage=lineage,
             staging=Staging(options.writes.staging_bytes),
+            workers=Workers(),
             tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
             newest=newest,
         )
@@ -101,35 +105,33 @@ class Run:
         Raises:
           OptionError: it is not above the newest one, or the one that was restored.
         """
-        # A listing may differ from process to process.
-        newest = self.root.newest_step() if self.among.count == 1 else self.newest
-        if self.restored is not None:
-            newest = self.restored
+        newest = self.newest if self.restored is None else self.restored
         if newest is None or step > newest:
             return
+        if self.restored is None and self.among.count == 1:
+            # It may have been removed since. A listing may differ from process to process.
+            newest = self.root.newest_step()
+            if newest is None or step > newest:
+                return
         raise OptionError(
             f"step {step} in {self.root.path}: expected a step above {newest}, the newest in the "
             "directory or the restored one, found an older or equal one; call restore_latest() or "
             "restore(step) first to go on from a step, or use an empty directory"
         )
 
-    def roll_back(self, step: int) -> bool:
+    def roll_back(self, step: int) -> None:
         """Moves steps later than the restored one aside, once, before the first save.
 
         Args:
           step: the one that is about to be saved.
-
-        Returns:
-          Whether steps may have gone; with several processes only process 0 knows.
         """
         if self.restored is None:
-            return False
+            return
         # The others list no steps before process 0 has moved them.
         what = f"going on from step {self.restored} with step {step}"
         with self.among.together(what, fatal=True):
-            moved = self.root.roll_back(self.restored, self.lineage.run)
+            self.root.roll_back(self.restored, self.lineage.run)
         self.newest, self.restored = self.restored, None
-        return bool(moved) or self.among.count > 1
 
     def tell_failure(
         self,

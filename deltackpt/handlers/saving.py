@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a manager, one at a time: started on the training thread, committed by Orbax's.
+"""Saves of a manager, one at a time: taken on the training thread, written by one of ours.
 
-The tables go through our handler, dense leaves through Orbax's own PyTree handler, further items
-through theirs, and Orbax commits the step. A save that failed in the background is found by the
-next call, which reports it once and is itself taken.
+A save takes the touched rows and copies of the dense leaves, has further items begun by their
+handlers, and hands all of it over as a ``step.Step``, which is written and committed in the
+background. What failed there is found by the next call, which reports it once and is itself taken.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,19 +25,23 @@ from deltackpt.errors import (
     DeltackptError,
     OptionError,
     ProcessMissing,
+    SaveFailed,
     StorageError,
+    UnsupportedLeaf,
     WaitTimeout,
 )
 from deltackpt.format import names
-from deltackpt.handlers import dense, v0, waiting
-from deltackpt.handlers.engine import Engine
-from deltackpt.handlers.flight import Background, Failure, InFlight, SaveArguments
+from deltackpt.handlers import dense, retention
+from deltackpt.handlers.flight import Failure, InFlight, SaveArguments
+from deltackpt.handlers.foreign import HandlerItem, Metrics
 from deltackpt.handlers.items import save_args
-from deltackpt.handlers.orbax_private import barrier_secs
 from deltackpt.handlers.run import Run
+from deltackpt.handlers.v1 import DeltaCheckpointableHandler
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.save import snapshot
+from deltackpt.save import step as steps
+from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.flight import (
     Embeddings,
     PendingSave,
@@ -42,9 +49,12 @@ from deltackpt.save.flight import (
     RefusedSave,
     SaveReport,
 )
+from deltackpt.save.rendezvous import of_this_process
+from deltackpt.save.step import Committed, Item, Step
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
+from deltackpt.storage import files
 
 #: Reports that wait for ``wait()``: a loop may never call it.
 _REPORTS = 1000
@@ -53,8 +63,8 @@ _REPORTS = 1000
 class Saver:
     """Starts saves and settles them; used by one thread at a time."""
 
-    def __init__(self, run: Run, extra: dict[str, ocp.CheckpointHandler], owner: object):
-        """Opens Orbax's manager.
+    def __init__(self, run: Run, extra: dict[str, Any], owner: object):
+        """Nothing is in flight.
 
         Args:
           run: the manager's run.
@@ -63,25 +73,18 @@ class Saver:
         """
         self._run = run
         self._extra = extra
-        self._background = Background(run, owner)
+        self._owner = owner
+        self._keeps = retention.as_policy(run.options.retention)
+        #: The save that is not settled yet.
+        self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
         self.due: int | None = None
         self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
         #: Whether it was said that no TouchState moves.
         self._told_stands_still = False
-        #: Whether a failed save of several processes left its temporary directory.
-        self._leftovers = False
-        self.engine = Engine(run, extra, self._background)
-
-    @property
-    def committed(self) -> bool:
-        """Whether the newest save that was handed over is visible."""
-        return self._background.committed_at > 0
-
-    @property
-    def in_flight(self) -> InFlight | None:
-        """The save that is not settled yet."""
-        return self._background.flight
+        #: Temporary directories of failed saves. Only these: another process may be ahead, and
+        #: write the next step already.
+        self._leftovers: list[Path] = []
 
     # On the training thread.
 
@@ -103,14 +106,14 @@ class Saver:
           started: when the caller began to wait, of ``time.perf_counter()``.
         """
         run = self._run
-        items = save_args(arguments.items, self._extra)
+        items = save_args(arguments.items, self._extra, run.item)
         arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
             return self._not_now(step, started)
         failure = self.settle(run.options.timeouts.save_secs)
         self.due = None
         if failure is not None and isinstance(failure.cause, ProcessMissing):
-            # Orbax would wait for that process on the training thread.
+            # It would be missing for this save as well.
             raise failure.error(None) from failure.cause
         try:
             saved = self._start(step, state, arguments, started)
@@ -142,32 +145,28 @@ class Saver:
             # Looked at only then: reading the clocks waits for the step that computes them.
             self._go_back(split, arguments.touched)
         run.check_above(step)
-        if run.roll_back(step):
-            self.engine.restart()  # Orbax forgets what was moved.
-        pending = self._snapshot(step, split, arguments)
-        self._hand_over(step, split, pending, arguments)
-        flight = self._background.flight = InFlight(step, pending, started)
-        if isinstance(pending, RefusedSave):
-            assert pending.failure is not None
-            flight.told = True
-            raise pending.failure
+        run.roll_back(step)
+        attempt = run.lineage.attempts + 1
+        items: dict[str, Item] = {}
         try:
-            pending.wait_copied()
-        except BaseException as error:
-            flight.failure, flight.told = error, True
+            pending = self._take(step, attempt, split, arguments, items)
+        except Exception as error:
+            self._drop(items)
+            self._leftovers.append(self._temporary(step, attempt))
+            if run.among.count > 1:
+                # The others begin it all the same, and are told.
+                run.lineage.count_attempts(attempt)
+                refused = RefusedSave(error)
+                self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
             raise
-        finally:
-            pending.proceed.set()
+        flight = self._hand_over(step, attempt, items, pending, arguments, started)
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
             self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
 
-    def _snapshot(
-        self, step: int, split: Split, arguments: SaveArguments
-    ) -> PendingSave | RefusedSave:
-        """Takes the snapshot; one of several processes tells the others where it cannot."""
+    def _snapshot(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
         run = self._run
         embeddings = Embeddings(
             split=split,
@@ -181,44 +180,123 @@ class Saver:
                 processes_secs=run.options.timeouts.processes_secs,
             ),
             staging=run.staging,
+            workers=run.workers,
             force_base=arguments.force_base,
         )
-        attempt = run.lineage.attempts + 1
+        return snapshot.take(embeddings, step, run.root.step_dir(step))
+
+    def _take(
+        self,
+        step: int,
+        attempt: int,
+        split: Split,
+        arguments: SaveArguments,
+        items: dict[str, Item],
+    ) -> PendingSave:
+        """Adds all items of a step, which are then independent of what training does next."""
+        run = self._run
+        pending = items[run.item] = self._snapshot(step, split, arguments)
+        if split.layout.dense:
+            items[names.DENSE_ITEM] = self._dense(step, attempt, split)
+        for name, args in (arguments.items or {}).items():
+            items[name] = self._begun(step, attempt, name, self._extra[name], args)
+        if arguments.metrics and names.METRICS not in items:
+            items[names.METRICS] = Metrics(arguments.metrics)
+        pending.wait_copied()
+        return pending
+
+    def _drop(self, items: Mapping[str, Item]) -> None:
+        """Gives up what was taken of a step that will not be written."""
+        for item in items.values():
+            if isinstance(item, PendingSave):
+                self._run.lineage.failed(item.intent.save_id)
+        _release(items)
+
+    def _dense(self, step: int, attempt: int, split: Split) -> Item:
+        """Dense leaves by our own writer, or by Orbax's handler where one of them is unusual."""
+        run = self._run
+        leaves = dense.storable(split.dense)
         try:
-            return snapshot.take(embeddings, step, run.root.step_dir(step))
-        except Exception as error:
-            if run.among.count == 1:
-                raise
-            run.lineage.count_attempts(attempt)
-            return RefusedSave(error)
+            return DenseLeaves.take(leaves, run.among.index, run.staging)
+        except UnsupportedLeaf:
+            args = dense.save_args(split.dense)
+            return self._begun(step, attempt, names.DENSE_ITEM, dense.handler(), args)
+
+    def _begun(self, step: int, attempt: int, name: str, handler: Any, args: Any) -> HandlerItem:
+        run = self._run
+        item_dir = self._temporary(step, attempt) / name
+        item_dir.mkdir(parents=True, exist_ok=True)
+        return HandlerItem.begin(handler, item_dir, args, run.workers)
+
+    def _temporary(self, number: int, attempt: int) -> Path:
+        run = self._run
+        return steps.temporary_dir(run.root.step_dir(number), f"{run.lineage.run}-{attempt}")
 
     def _hand_over(
         self,
-        step: int,
-        split: Split,
+        number: int,
+        attempt: int,
+        items: Mapping[str, Item],
         pending: PendingSave | RefusedSave,
         arguments: SaveArguments,
-    ) -> None:
-        """Has Orbax write and commit what was snapshotted, in its threads."""
+        started: float,
+    ) -> InFlight:
+        """Has a step written and committed in the background."""
+        run, begun_ns = self._run, time.time_ns()
+        temporary = self._temporary(number, attempt)
+        planned = Step(
+            final=run.root.step_dir(number),
+            items=items,
+            tables=run.item,
+            others=of_this_process(temporary, run.options.timeouts.processes_secs),
+            fsync=run.fsync,
+            metadata=lambda: self._metadata(items, arguments, begun_ns),
+            check=run.root.check_lease,
+        )
+        warnings: list[str] = []
+        # With the manager, which would say that its save is lost if it went.
+        future = run.workers.save(self._write, planned, warnings, self._owner)
+        self.in_flight = InFlight(number, temporary, pending, future, started, warnings)
+        return self.in_flight
+
+    # In the background.
+
+    def _write(self, planned: Step, warnings: list[str], owner: object) -> Committed:
         run = self._run
-        self._background.begin()
-        args: dict[str, ocp.args.CheckpointArgs] = {run.item: v0.DeltaSave(pending)}
-        if split.layout.dense:
-            args[names.DENSE_ITEM] = dense.save_args(split.dense)
         try:
-            with barrier_secs(run.options.timeouts.processes_secs):
-                self.engine.orbax.save(
-                    step,
-                    args=ocp.args.Composite(**args, **(arguments.items or {})),
-                    metrics=arguments.metrics,
-                    force=True,
-                )
-        except BaseException as error:
-            self._give_up(pending)
-            self.engine.orbax.reload()
-            if run.among.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
-                raise run.among.named(f"starting the save of step {step}", error) from error
+            committed = steps.write(planned, run.workers)
+        except BaseException:
+            _release(planned.items)  # Not all of them were come to.
             raise
+        if run.among.index == 0:
+            try:
+                # Asked after the commit, which the policy counts.
+                retention.enforce(self._keeps, run.root, run.lineage.protected())
+            except Exception as error:
+                warnings.append(f"steps that retention does not keep may stay: {error}")
+        return committed
+
+    def _metadata(
+        self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
+    ) -> bytes:
+        """Orbax's metadata of the step, from which it restores without being told anything."""
+        handlers = {
+            self._run.item: DeltaCheckpointableHandler,
+            names.DENSE_ITEM: ocp.PyTreeCheckpointHandler,
+            names.METRICS: ocp.JsonCheckpointHandler,
+            **self._extra,
+        }
+        told = {
+            "item_handlers": {name: _typestr(handlers[name]) for name in items},
+            "metrics": dict(arguments.metrics or {}),
+            "performance_metrics": {},
+            "init_timestamp_nsecs": begun_ns,
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": dict(arguments.custom_metadata or {}),
+        }
+        return json.dumps(told).encode()
+
+    # On the training thread again.
 
     def _touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
         tracker = self._run.tracker
@@ -254,12 +332,6 @@ class Saver:
                 "the training step returned (touched = touched.mark(touched, ids))"
             )
 
-    def _give_up(self, pending: PendingSave | RefusedSave) -> None:
-        """Ends a save that failed; it stays the parent of the next where it was committed."""
-        if isinstance(pending, PendingSave):
-            self._run.lineage.failed(pending.intent.save_id)
-            pending.abandon()
-
     def _wait_released(self, pending: PendingSave, step: int) -> None:
         limit = self._run.options.timeouts.save_secs
         if not pending.released.wait(limit):
@@ -276,16 +348,11 @@ class Saver:
         if self._run.options.writes.when_busy == "coalesce":
             self.due = step
             reason += "; due, save_if_due() takes it"
-        return Saved(
-            step=step,
-            kind=None,
-            reason=f"skipped: {reason}",
-            blocked_secs=time.perf_counter() - started,
-        )
+        return Saved.skipped(step, reason, started)
 
     def busy(self) -> bool:
         """Whether a save of this process is in flight."""
-        return self.in_flight is not None and self.engine.orbax.is_saving_in_progress()
+        return self.in_flight is not None and not self.in_flight.future.done()
 
     def all_busy(self) -> bool:
         """Whether a save is in flight: what process 0 finds, on every process."""
@@ -293,12 +360,11 @@ class Saver:
 
     # The end of a save.
 
-    def settle(self, timeout_secs: float, *, leaving: bool = False) -> Failure | None:
+    def settle(self, timeout_secs: float) -> Failure | None:
         """Waits for the save in flight, if any, and reports it.
 
         Args:
           timeout_secs: the longest wait.
-          leaving: the program ends: nothing is opened anew after a failure.
 
         Raises:
           WaitTimeout: it goes on.
@@ -306,36 +372,50 @@ class Saver:
         flight, run = self.in_flight, self._run
         if flight is None:
             return None
-        failure = None
-        try:
-            waiting.bounded(
-                self.engine.orbax.wait_until_finished, timeout_secs, f"the save of {flight.step}"
+        done, _ = concurrent.futures.wait([flight.future], timeout_secs)
+        if not done:
+            raise WaitTimeout(
+                f"the save of {flight.step}: expected it to end within {timeout_secs} s "
+                "(ManagerOptions.timeouts), found it still running; look at the storage, then "
+                "wait() again"
             )
-        except Exception as error:
-            if _goes_on(error):
-                raise
-            # Orbax raises what came last; what came first says why.
-            cause = flight.failure or flight.pending.failure
-            failure = Failure(flight.step, cause if isinstance(cause, Exception) else error)
-            self._give_up(flight.pending)
-            if isinstance(failure.cause, DeltackptError) and failure.cause.leaves_doubt:
-                run.lineage.distrust(f"the touched rows of step {flight.step} were wrong")
-            if not leaving:
-                self._start_anew()
-        self._background.flight = None
-        if failure is None:
-            run.newest = flight.step
-            if self._leftovers:
-                run.root.remove_leftovers()
-                self._leftovers = False
-            self._report(flight)
-            try:
-                run.root.collect(run.lineage.protected)
-            except StorageError as error:
-                events.warn(f"what nothing needs could not be removed: {error}")
-        elif not flight.told:
+        self.in_flight = None
+        cause = flight.future.exception()
+        if cause is not None:
+            return self._failed(flight, cause)
+        run.newest = flight.step
+        while self._leftovers:
+            files.remove_tree(self._leftovers.pop())
+        self._report(flight, flight.future.result())
+        for text in flight.warnings:
+            events.warn(text)
+        try:
+            run.root.collect(run.lineage.protected)
+        except StorageError as error:
+            events.warn(f"what nothing needs could not be removed: {error}")
+        return None
+
+    def _failed(self, flight: InFlight, cause: BaseException) -> Failure:
+        run = self._run
+        if not isinstance(cause, Exception):
+            cause = SaveFailed(f"its thread was ended by {cause!r}")
+        failure = Failure(flight.step, cause)
+        if isinstance(flight.pending, PendingSave):
+            run.lineage.failed(flight.pending.intent.save_id)
+        if isinstance(cause, DeltackptError) and cause.leaves_doubt:
+            run.lineage.distrust(f"the touched rows of step {flight.step} were wrong")
+        # Others may not have seen its notes yet: it is removed once another save was committed.
+        self._leftovers.append(flight.temporary)
+        if not flight.told:
             run.tell_failure("save", flight.step, failure.cause, flight.started)
         return failure
+
+    def close(self) -> None:
+        """Ends the threads, once they are done, and the handlers."""
+        self._run.workers.close()
+        for handler in self._extra.values():
+            if hasattr(handler, "close"):
+                handler.close()
 
     def settle_quietly(self) -> None:
         """A failed save does not stand in the way of a restore; it is logged."""
@@ -343,21 +423,12 @@ class Saver:
         if failure is not None:
             events.warn(f"the save of step {failure.step} failed: {failure.cause}")
 
-    def _start_anew(self) -> None:
-        if self._run.among.count == 1:
-            self.engine.restart(closed=self._run.root.remove_leftovers)
-        else:
-            # Others may not have seen its notes yet; the next save clears its own place.
-            self._leftovers = True
-            self.engine.restart()
-
-    def _report(self, flight: InFlight) -> None:
+    def _report(self, flight: InFlight, committed: Committed) -> None:
         assert isinstance(flight.pending, PendingSave)
         report = flight.pending.report
         assert report is not None
         self.reports.append(report)
-        written_at, committed_at = self._background.written_at, self._background.committed_at
-        committed_ago_secs = time.perf_counter() - committed_at
+        committed_ago_secs = time.perf_counter() - committed.at
         event = events.SaveEvent(
             step=flight.step,
             kind=report.intent.kind,
@@ -372,12 +443,21 @@ class Saver:
             encode_secs=report.encode_secs,
             write_secs=report.write_secs,
             digest_secs=report.digest_secs,
-            commit_secs=committed_at - written_at,
-            total_secs=committed_at - flight.started,
+            commit_secs=committed.at - committed.written_at,
+            total_secs=committed.at - flight.started,
             committed_unix_secs=time.time() - committed_ago_secs,
             tables=report.tables,
         )
         events.emit(event, self._run.sinks)
+
+
+def _release(items: Mapping[str, Item]) -> None:
+    """Gives the memory of items back that will not be written, or no more."""
+    for item in items.values():
+        if isinstance(item, PendingSave):
+            item.abandon()
+        elif isinstance(item, DenseLeaves):
+            item.release()
 
 
 def _has_host_arrays(split: Split) -> bool:
@@ -387,6 +467,14 @@ def _has_host_arrays(split: Split) -> bool:
         for fields in split.fields.values()
         for leaf in fields.values()
     )
+
+
+def _typestr(handler: Any) -> str:
+    """Under which name Orbax finds a handler again."""
+    if hasattr(handler, "typestr"):
+        return handler.typestr()
+    kind = handler if isinstance(handler, type) else type(handler)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _goes_on(error: Exception) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from deltackpt.format import names
 from deltackpt.handlers.agreement import Processes
-from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.save import snapshot
 from deltackpt.save.flight import Embeddings, PendingSave
 from deltackpt.save.lineage import Lineage, new_run
@@ -30,7 +29,6 @@ def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
     step_dir = final_step_dir(item_dir)
     pending = snapshot.take(embeddings, step_number(step_dir), step_dir)
     pending.wait_copied()
-    pending.proceed.set()
     return pending
 
 
@@ -42,7 +40,7 @@ def final_step_dir(item_dir: Path) -> Path:
         Orbax commits by a file.
     """
     step_dir = item_dir.parent
-    name, _, _ = step_dir.name.partition(TMP_DIR_SUFFIX)
+    name, _, _ = step_dir.name.partition(names.TEMPORARY)
     return step_dir.with_name(name)
 
 

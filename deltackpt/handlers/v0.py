@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The v0 adapter: what ``ocp.CheckpointManager`` drives today."""
+"""The v0 adapter: tables as an item of Orbax's ``CheckpointManager``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltackpt.reading import saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore import placing
 from deltackpt.restore.placing import AbstractEmbeddings
-from deltackpt.save.flight import Embeddings, PendingSave, RefusedSave
+from deltackpt.save.flight import Embeddings
 
 
 class DeltaHandler(AsyncCheckpointHandler):
@@ -36,15 +36,12 @@ class DeltaHandler(AsyncCheckpointHandler):
         return f"{DeltaCheckpointableHandler.__module__}.{DeltaCheckpointableHandler.__qualname__}"
 
     async def async_save(self, directory: epath.Path, args: DeltaSave) -> list[Any]:
-        """Takes the snapshot, unless the manager did; the future writes it."""
+        """Takes the snapshot; the future writes it."""
         item_dir = Path(directory)
-        pending = args.item
-        if isinstance(pending, Embeddings):
-            pending = steps.started(pending, item_dir)
-        taken = pending
+        pending = steps.started(args.item, item_dir)
 
         async def write() -> None:
-            await asyncio.to_thread(taken.write, item_dir)
+            await asyncio.to_thread(pending.write_alone, item_dir)
 
         return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-save")]
 
@@ -72,9 +69,9 @@ class DeltaHandler(AsyncCheckpointHandler):
 @ocp.args.register_with_handler(DeltaHandler, for_save=True)
 @dataclasses.dataclass
 class DeltaSave(ocp.args.CheckpointArgs):
-    """Save arguments: ``Embeddings``, or a snapshot of them that was already taken."""
+    """Save arguments."""
 
-    item: Embeddings | PendingSave | RefusedSave
+    item: Embeddings
 
 
 @ocp.args.register_with_handler(DeltaHandler, for_restore=True)

@@ -38,7 +38,7 @@ class DeltaCheckpointableHandler:
             except BaseException:
                 pending.abandon()
                 raise
-            await asyncio.to_thread(pending.write, created)
+            await asyncio.to_thread(pending.write_alone, created)
 
         return write()
 

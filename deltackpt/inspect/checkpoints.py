@@ -14,18 +14,20 @@ from typing import Any
 import numpy as np
 
 from deltackpt.errors import (
+    BrokenChain,
     RestoreError,
     StepGone,
     StepNotFound,
     StorageError,
 )
 from deltackpt.events import TableFigures
-from deltackpt.format import blocks, names
+from deltackpt.format import blocks, chain, names
 from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import Kind, SaveId
-from deltackpt.inspect import changes, history, html
+from deltackpt.inspect import changes, history, html, keeping
 from deltackpt.inspect.changes import Diff
 from deltackpt.inspect.history import History
+from deltackpt.inspect.keeping import StaysFor
 from deltackpt.inspect.lazy import RowNumbers, Saves
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.directory import Root, find_item
@@ -160,6 +162,11 @@ class Checkpoints:
         }
 
     @property
+    def stays_for(self) -> dict[int, StaysFor]:
+        """Steps to what they stay for: the trainer's policy, or only a chain; see ``keeping``."""
+        return keeping.stays_for(self._root)
+
+    @property
     def saves(self) -> tuple[Save, ...]:
         """Every step, ascending; the manifests of each are read, and kept."""
         return self.saves_of(self.steps)
@@ -240,7 +247,9 @@ class Checkpoints:
         except (RestoreError, StorageError) as error:
             problem = str(error)
         parent = None if info.parent is None else info.parent.save_id.step
-        if chain_length is None:
+        if chain_length is None and info.rolling is not None and not problem:
+            problem = "a part of later steps only: what came before in its own window is gone"
+        elif chain_length is None:
             problem = problem or (
                 f"its chain is broken: its parent, step {parent}, is missing, damaged or broken "
                 "itself, or is another save"
@@ -402,7 +411,9 @@ def _chain_length(
     lengths: Mapping[int, int | None],
     compacted: Collection[SaveId],
 ) -> int | None:
-    """Deltas of the chain of a save; those of earlier saves are known."""
+    """Deltas that a restore of a save reads; those of earlier saves are known."""
+    if save.info.rolling is not None and save.info.save_id not in compacted:
+        return _window_length(save, found, compacted)
     parent = save.info.parent
     if parent is None or save.info.save_id in compacted:
         return 0
@@ -413,6 +424,23 @@ def _chain_length(
         return None
     length = lengths.get(parent.save_id.step)
     return None if length is None else length + 1
+
+
+def _window_length(
+    save: StoredSave, found: Mapping[int, StoredSave], compacted: Collection[SaveId]
+) -> int | None:
+    """As ``_chain_length``, of a save with a share of a rolling base: not all parents are read."""
+    infos = (
+        dataclasses.replace(held.info, kind="base", parent=None, rolling=None)
+        if held.info.save_id in compacted
+        else held.info
+        for held in found.values()
+    )
+    try:
+        read = chain.restore_chain(save.info, {info.step_dir: info for info in infos})
+    except BrokenChain:
+        return None
+    return len(read) - (read[0].kind == "base")
 
 
 def _page(ck: Checkpoints) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.errors import RestoreError, StepGone, StepNotFound, TemplateMismatch
+from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import SaveId
@@ -86,9 +86,15 @@ def history(
     states: dict[int, _State] = {}
     for step in steps:
         try:
-            state = walk.at(read(step))
+            save = read(step)
+            state = walk.at(save)
         except (StepNotFound, StepGone):
             if not all_steps:
+                raise
+            continue
+        except BrokenChain:
+            # Retention may have kept a part of a rolling base only for later steps.
+            if not all_steps or save.info.rolling is None:
                 raise
             continue
         if state is not None:
@@ -224,16 +230,22 @@ class _Walk:
     def _merged(self, saves: Sequence[StoredSave]) -> np.ndarray | None:
         """The rows after saves, of which the first is a base, or has a parent that was read."""
         parent = saves[0].info.parent
-        values = None if parent is None else self._values[parent.save_id]
+        values = None if parent is None else self._values.get(parent.save_id)
+        if parent is not None and values is None:
+            # The window of a rolling base: only all of it together is whole.
+            target = saves[-1]
+            self._values[target.info.save_id] = self._read(saves, None)
+            return self._values[target.info.save_id]
         for save in saves:
             save_id = save.info.save_id
             if save_id not in self._values:
-                self._values[save_id] = self._read(save, values)
+                self._values[save_id] = self._read((save,), values)
             values = self._values[save_id]
         return values
 
-    def _read(self, save: StoredSave, parent: np.ndarray | None) -> np.ndarray | None:
-        """The rows as a save leaves them, those of its parent given."""
+    def _read(self, saves: Sequence[StoredSave], parent: np.ndarray | None) -> np.ndarray | None:
+        """The rows as the last of some saves leaves them, those of the first one's parent given."""
+        save = saves[-1]
         found = entry_of(save.layout, self._table, self._field)
         if found is None:
             return None
@@ -244,7 +256,7 @@ class _Walk:
         if parent is not None:
             for buffer, end in zip(buffers, ends, strict=True):
                 buffer[...] = parent[end - len(buffer) : end]
-        reader.fill((save,), targets, numbers=self._numbers, over_parent=parent is not None)
+        reader.fill(saves, targets, numbers=self._numbers, over_parent=parent is not None)
         values = np.zeros((len(self._rows), *spec.trailing), codecs.dtype_of(spec.dtype))
         for buffer, end in zip(buffers, ends, strict=True):
             values[end - len(buffer) : end] = buffer

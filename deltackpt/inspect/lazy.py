@@ -21,7 +21,7 @@ from deltackpt.reading import reader
 from deltackpt.reading.reader import StoredRows
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.reading.targets import Targets, empty_buffers
-from deltackpt.storage.arrays import BLOCK_BYTES
+from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import Spot
 
 #: Most memory of what is read at a time, beside the rows asked for.

@@ -19,8 +19,8 @@ from jax import tree_util
 
 from deltackpt import events, inspect
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, StorageError
+from deltackpt.format.names import COMMIT_SUCCESS
 from deltackpt.handlers import dense
-from deltackpt.handlers.orbax_private import COMMIT_SUCCESS_FILE
 from deltackpt.interchange.orbax_source import of_their_kinds
 from deltackpt.interchange.target import Exported, exported, local_path, published
 from deltackpt.manager import CheckpointManager
@@ -128,7 +128,7 @@ def _write(args: ocp.args.PyTreeSave, root: Path, step: int, goal: Path) -> None
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(step_dir, args=ocp.args.Composite(**{_ITEM: args}))
-        for path in step_dir.rglob(COMMIT_SUCCESS_FILE):
+        for path in step_dir.rglob(COMMIT_SUCCESS):
             # Orbax wrote the name of a temporary directory.
             path.write_text(f"Checkpoint commit was successful to {goal.name}/{step}")
     except (DeltackptError, OSError):

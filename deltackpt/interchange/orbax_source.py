@@ -31,7 +31,6 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.handlers import dense
-from deltackpt.handlers.orbax_private import TMP_DIR_SUFFIX
 from deltackpt.inspect import DenseItem, DenseLeaf
 from deltackpt.inspect.dense import METADATA
 from deltackpt.state import paths, touch_state
@@ -143,7 +142,7 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
         raise StepNotFound(
             f"{path}: expected the directory of an Orbax checkpoint, found none; check the path"
         )
-    if TMP_DIR_SUFFIX in str(path):
+    if names.TEMPORARY in str(path):
         raise ForeignDirectory(
             f"{path}: expected a checkpoint that Orbax has committed, found the directory of a "
             "save that was cut off; import another step"

@@ -171,7 +171,7 @@ class Root:
                 if name not in self._known:
                     # Removed while it is read, or damaged: it stays unknown.
                     with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = saves.read_save(self.spot / name, self._item).info
+                        self._known[name] = saves.read_info(self.spot / name, self._item)
                 found[step] = self._known.get(name)
             return found
 
@@ -358,6 +358,8 @@ class Root:
                 self.check_lease()
                 if self.step_dir(step).is_dir():
                     files.rename(self.step_dir(step), trash / str(step), fsync=False)
+                    with self._lock:
+                        self._known.pop(str(step), None)  # Its number may be used again.
 
     def new_trash(self) -> str:
         """A fresh place below the root, by its relative name, to rename removed steps into."""

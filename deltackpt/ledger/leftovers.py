@@ -25,6 +25,7 @@ def is_known(name: str) -> bool:
             names.ROLLED_BACK,
             names.TRASH,
             names.COMPACTED,
+            names.KEPT,
             "lost+found",
             names.STEP_METADATA,
         )

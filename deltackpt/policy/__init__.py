@@ -9,6 +9,7 @@ from deltackpt.policy.base_or_delta import (
     Intermittent,
     LeftToCompaction,
     OneShot,
+    Rolling,
     too_large,
 )
 from deltackpt.policy.bit_width import CHECK_N_RUN, MEASURED, BitWidthPolicy, Choice
@@ -29,6 +30,7 @@ __all__ = [
     "Intermittent",
     "LeftToCompaction",
     "OneShot",
+    "Rolling",
     "WhenExceeded",
     "advise_interval",
     "too_large",

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Literal, Protocol
 
 from deltackpt.errors import OptionError
-from deltackpt.format.manifest import Kind
+from deltackpt.format.manifest import Kind, RollingShare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,6 +167,45 @@ class Intermittent(_Bounded):
             if spent <= ahead:
                 return _base(f"1 + S_1 + ... + S_i = {spent:.3f} <= (i + 1) * S_i = {ahead:.3f}")
         return _since_base("a new base would not pay yet", history)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rolling:
+    """A base that is spread over deltas: each also holds a share of all rows.
+
+    Each delta holds the rows touched since the previous save, and one ``window``-th of all rows, by
+    the codecs of bases. So the newest ``window`` saves hold every row; restores read these, and no
+    save but the first of a run's tables is a base.
+
+    Attributes:
+      window: in how many saves every row is written; at least 2.
+    """
+
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise OptionError(f"Rolling.window: expected at least 2 saves, found {self.window}")
+
+    def decide(self, history: History) -> Decision:
+        """See ``BaseOrDelta``."""
+        del history
+        reason = f"delta: with a share of a base that rolls over {self.window} saves"
+        return Decision(kind="delta", parent="previous", reason=reason)
+
+    def share_after(self, parent: RollingShare | None) -> RollingShare:
+        """What the next save holds of all rows.
+
+        Args:
+          parent: what its parent holds; None where that is nothing.
+        """
+        if parent is None or parent.window != self.window:
+            return RollingShare(window=self.window, number=0, filled=1)
+        return RollingShare(
+            window=self.window,
+            number=(parent.number + 1) % self.window,
+            filled=min(parent.filled + 1, self.window),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from deltackpt.format.soundness import MOST, MOST_AXES, require
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
+_sound = records.Sound()
 #: zstd makes at most a block of 128 KiB from four bytes.
 _MOST_RATIO = (128 << 10) // 4
 #: Shorter lists may have as many holes as they like; all others together at most that many places.
@@ -49,8 +50,10 @@ def check_head(head: Manifest, name: str) -> None:
     """
     try:
         require(head.process == 0, "the manifest of process 0", head.process, "process")
-        _check_groups(head, name)
-        _check_tables(head)
+        if not _sound.has(head.groups, head.tables):
+            _check_groups(head, name)
+            _check_tables(head)
+            _sound.add(head.groups, head.tables)
         groups = head.group_by_name
         for part in head.parts:
             _check_covers(part, head, groups)

@@ -12,9 +12,10 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,11 @@ _READERS = 2
 
 #: Kept for the next piece: fresh memory would cost more than the merge.
 _SCRATCH_BYTES = 128 * 2**20
+#: Pieces up to this size are read ahead, so many bytes of them in all.
+_AHEAD_PIECE_BYTES, _AHEAD_BYTES = 1 << 18, 1 << 26
+_SMALL_SAVE_BYTES = 1 << 20
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,18 +159,65 @@ def fill(
     scratch = scratch or Staging(_SCRATCH_BYTES)
     with concurrent.futures.ThreadPoolExecutor(readers, "deltackpt-read") as pool:
         try:
-            work = list(pool.map(lambda save: pieces(save, targets, numbers), saves))
+            ahead = _Ahead()
+            work = _begun(saves, lambda save: ahead.read(pieces(save, targets, numbers)), pool)
             if not over_parent:
-                check_covered(saves[0], targets, work[0])
-            meter = Meter(progress, sum(piece.nbytes for found in work for piece in found))
+                check_covered(saves, targets, [[piece for piece, _ in found] for found in work])
+            meter = Meter(progress, sum(piece.nbytes for found in work for piece, _ in found))
             for found in work:
-                for future in [pool.submit(piece.run, meter, scratch) for piece in found]:
+                large = [piece for piece, read in found if read is None]
+                running = [pool.submit(piece.run, meter, scratch) for piece in large]
+                for piece, read in found:
+                    if read is not None:
+                        piece.merge(read, meter)
+                for future in running:
                     future.result()
         except RestoreError as error:
             pool.shutdown(cancel_futures=True)
             raise_if_removed(saves, error)
             raise
     return meter.done
+
+
+def _begun(
+    saves: Sequence[StoredSave],
+    begin: Callable[[StoredSave], _T],
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> list[_T]:
+    """What is begun of each save; on threads where there is something to read.
+
+    Of a small save nearly all is Python, for which threads would wait in turn: twice as slow.
+    """
+    large = {
+        number: pool.submit(begin, save)
+        for number, save in enumerate(saves)
+        if save.info.nbytes > _SMALL_SAVE_BYTES
+    }
+    return [
+        large[number].result() if number in large else begin(save)
+        for number, save in enumerate(saves)
+    ]
+
+
+class _Ahead:
+    """Reads small pieces before their turn: for each a thread would take longer than reading it."""
+
+    def __init__(self) -> None:
+        """Nothing was read."""
+        self._lock = threading.Lock()
+        self._free_bytes = _AHEAD_BYTES
+
+    def read(self, found: Sequence[Read]) -> list[tuple[Read, Sequence[RowBlock] | None]]:
+        """The pieces, each with its rows; None of those that are read in their turn."""
+        return [(piece, list(piece.load()) if self._takes(piece) else None) for piece in found]
+
+    def _takes(self, piece: Read) -> bool:
+        nbytes = (piece.stop - piece.start) * max(1, piece.field.spec.row_bytes)
+        with self._lock:
+            if nbytes > min(_AHEAD_PIECE_BYTES, self._free_bytes):
+                return False
+            self._free_bytes -= nbytes
+            return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,6 +246,12 @@ class Read:
         else:
             self._merge(scratch)
             self._merge_beside()
+        meter.add(self.nbytes)
+
+    def merge(self, read: Sequence[RowBlock], meter: Meter) -> None:
+        """Merges what ``load`` has read."""
+        for block in read:
+            merge.apply(block, self.targets)
         meter.add(self.nbytes)
 
     def load(self) -> Iterator[RowBlock]:
@@ -351,24 +410,32 @@ def reach(rows: Rows) -> Span:
     return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
 
 
-def check_covered(base: StoredSave, targets: Targets, work: Sequence[Read]) -> None:
-    """Checks that a base holds every row of what is wanted, exactly once.
+def check_covered(
+    saves: Sequence[StoredSave], targets: Targets, work: Sequence[Sequence[Read]]
+) -> None:
+    """Checks that a base, or all shares of a rolling one, hold each row of what is wanted once.
 
     Args:
-      base: the save.
+      saves: the chain.
       targets: what is wanted.
-      work: its ``pieces``.
+      work: the ``pieces`` of each save.
 
     Raises:
-      Damaged: it does not.
+      Damaged: they do not.
     """
+    base = saves[0]
+    # A chain without a base begins with the window of a rolling one.
+    window = 1 if base.head.rolling is None else base.head.rolling.window
     found: dict[int, int] = collections.Counter()
-    for piece in work:
-        for target in piece.targets:
-            held = blocks.row_slice(piece.rows, *target.rows)
-            common = target.overlap(piece.field.segment.columns)
-            assert common is not None
-            found[id(target)] += (held.stop - held.start) * (common[1] - common[0])
+    for save, pieces_of in zip(saves[:window], work[:window], strict=True):
+        for piece in pieces_of:
+            shares = _shares(save, piece)
+            for target in piece.targets:
+                columns = target.overlap(piece.field.segment.columns)
+                assert columns is not None
+                for share in shares:
+                    held = blocks.row_slice(piece.rows, *blocks.common(target.rows, share))
+                    found[id(target)] += (held.stop - held.start) * (columns[1] - columns[0])
     for target in targets.all:
         columns = target.columns or (0, 1)
         wanted = (target.rows[1] - target.rows[0]) * (columns[1] - columns[0])
@@ -378,6 +445,16 @@ def check_covered(base: StoredSave, targets: Targets, work: Sequence[Read]) -> N
                 f"a base with {wanted} cells of {target.group}.{target.field}, rows {target.rows}",
                 f"{found[id(target)]}",
             )
+
+
+def _shares(save: StoredSave, piece: Read) -> tuple[Span, ...]:
+    """Where the rows of a piece count: in a base everywhere, else in the share of a rolling one."""
+    rolling = save.head.rolling
+    if rolling is None:
+        return (reach(piece.rows),) if save.head.kind == "base" else ()
+    segment = piece.field.segment
+    rows = rolling.rows(piece.field.part.groups[segment.group], save.head.tables)
+    return blocks.spans_of(rows[blocks.row_slice(rows, *reach(piece.rows))])
 
 
 def stored_rows(part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:

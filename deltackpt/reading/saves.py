@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,10 +39,11 @@ from deltackpt.format.manifest import (
     Segment,
 )
 from deltackpt.reading import bounds
+from deltackpt.reading.ahead import Ahead
 from deltackpt.reading.foreign import foreign
 from deltackpt.reading.removal import goes, gone, is_of_reading, standing
 from deltackpt.storage import arrays, digests
-from deltackpt.storage.arrays import ChunkSums
+from deltackpt.storage.crc import ChunkSums
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Spot, Stamp, spot
 
@@ -211,8 +212,18 @@ class StoredPart:
 Where = Spot | Path
 
 
-def read_save(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
+def read_save(
+    step_dir: Where,
+    item: str = names.EMBEDDINGS_ITEM,
+    *,
+    read: Callable[[Spot, str], bytes] = Spot.read,
+) -> StoredSave:
     """Reads and checks the manifests of one step.
+
+    Args:
+      step_dir: the step.
+      item: name of our item.
+      read: gives the bytes of an object, which errors name so.
 
     Raises:
       StepNotFound: there is no such step directory.
@@ -222,14 +233,17 @@ def read_save(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
     """
     step_dir = spot(step_dir)
     item_dir = step_dir / item
-    if not step_dir.is_dir():
-        raise StepNotFound(
-            f"{step_dir}: expected a committed step, found no such directory; "
-            "list the steps with all_steps()"
-        )
-    if not item_dir.is_dir():
-        raise foreign(step_dir, item)
-    return _read_save(step_dir, item, item_dir)
+    try:
+        return _read_save(step_dir, item, item_dir, read)
+    except (Damaged, StorageError):
+        if not step_dir.is_dir():
+            raise StepNotFound(
+                f"{step_dir}: expected a committed step, found no such directory; "
+                "list the steps with all_steps()"
+            ) from None
+        if not item_dir.is_dir():
+            raise foreign(step_dir, item) from None
+        raise
 
 
 def read_compacted(
@@ -282,10 +296,26 @@ def compacted_bases(root: Where, item: str = names.EMBEDDINGS_ITEM) -> dict[str,
     return {step: stamp for step, stamp in stamps.items() if stamp is not None}
 
 
-def _read_save(step_dir: Spot, item: str, item_dir: Spot) -> StoredSave:
+def read_info(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> SaveInfo:
+    """What chains need to know of a step, and no more of it is checked: see ``read_save``.
+
+    Raises:
+      Damaged: its manifest is missing, altered, or says what cannot be.
+      FormatTooNew: a later version wrote it.
+      StorageError: it cannot be read.
+    """
+    step_dir = spot(step_dir)
+    at = step_dir / item / names.manifest_name(0)
+    name = at.below(step_dir.parent)
+    return SaveInfo.of(manifest.outline(at.read(name), name=name), step_dir.name)
+
+
+def _read_save(
+    step_dir: Spot, item: str, item_dir: Spot, read: Callable[[Spot, str], bytes] = Spot.read
+) -> StoredSave:
     at = item_dir / names.manifest_name(0)
     name = at.below(step_dir.parent)
-    head = manifest.from_bytes(at.read(name), name=name)
+    head = manifest.from_bytes(read(at, name), name=name)
     chain.check_index(head)
     bounds.check_head(head, name)
     return StoredSave(SaveInfo.of(head, step_dir.name), step_dir, item, item_dir, head)
@@ -312,7 +342,7 @@ def read_chain(
         for _ in range(_MOST_CHAINS):
             before = compacted_bases(step_dir.parent, item)
             try:
-                return _walked(step_dir, item, lambda base: compacted)
+                return _walked(step_dir, item, _among(before if compacted else ()))
             except RestoreError:
                 # What is missing may have been replaced by a base after it had been looked for.
                 if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
@@ -321,6 +351,11 @@ def read_chain(
         f"step directory {step_dir}: expected a chain that stays while read, found it replaced "
         f"{_MOST_CHAINS} times; try again"
     )
+
+
+def _among(bases: Collection[str]) -> Callable[[Spot], bool]:
+    """Whether a compacted base was there; asking the store at each link would take longer."""
+    return lambda base: base.parent.name in bases
 
 
 def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
@@ -369,6 +404,13 @@ def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[Stor
 
 def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[StoredSave, ...]:
     """The chain of a step as it stands now; ``usable`` says which compacted bases may be in it."""
+    with Ahead() as ahead:
+        return _walked_with(ahead, step_dir, item, usable)
+
+
+def _walked_with(
+    ahead: Ahead, step_dir: Spot, item: str, usable: Callable[[Spot], bool]
+) -> tuple[StoredSave, ...]:
     damaged: list[RestoreError] = []
 
     def compacted(where: Spot, save_id: SaveId) -> StoredSave | None:
@@ -380,15 +422,22 @@ def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[
             damaged.append(error)
             return None
 
+    def read(where: Spot) -> StoredSave:
+        found = read_save(where, item, read=ahead.read)
+        # Only read sooner: what they are the parents' references say.
+        parents = (step_dir.parent / parent for parent in found.head.parents)
+        ahead.want(parent / item / names.manifest_name(0) for parent in parents)
+        return found
+
     saves: dict[str, StoredSave] = {}
-    own = read_save(step_dir, item)
+    own = read(step_dir)
     target = compacted(step_dir, own.info.save_id) or own
     saves[target.step_dir.name] = target
 
     def find(parent: ParentRef) -> SaveInfo | None:
         where = step_dir.parent / parent.step_dir
         try:
-            found = compacted(where, parent.save_id) or read_save(where, item)
+            found = compacted(where, parent.save_id) or read(where)
         except StepNotFound:
             return None  # restore_chain names what is missing.
         saves[parent.step_dir] = found

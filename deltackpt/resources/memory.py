@@ -13,6 +13,8 @@ import numpy as np
 
 from deltackpt.errors import RestoreError
 
+#: What direct writes ask of memory and of positions in files.
+ALIGNMENT = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _C_LIBRARY = ctypes.CDLL(None)
 
@@ -44,6 +46,36 @@ def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         ) from error
     advise_huge_pages(mapping)
     return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
+
+
+def aligned_buffer(nbytes: int) -> np.ndarray:
+    """Memory to write from directly: at least ``nbytes`` of uint8, at a multiple of ``ALIGNMENT``.
+
+    Forked children share it: of private memory, a direct write that is under way at a fork might
+    read what the child was given, and lose data (open(2)).
+
+    Raises:
+      MemoryError: there is not so much memory.
+    """
+    padded = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+    try:
+        mapping = mmap.mmap(-1, padded, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"expected {padded:,} bytes of memory to stage a save in, found that they cannot be "
+            f"had ({error}); lower WriteOptions.staging_bytes"
+        ) from error
+    return np.frombuffer(mapping, np.uint8)
+
+
+def is_aligned(array: np.ndarray) -> bool:
+    """Whether an array can be written from directly: it lies in memory of ``aligned_buffer``."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    return isinstance(owner, mmap.mmap) and array.ctypes.data % ALIGNMENT == 0
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:

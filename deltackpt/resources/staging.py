@@ -2,7 +2,8 @@
 """Host memory for snapshots: bounded, and reused from save to save.
 
 Fresh memory fills at 0.3 to 8 GB/s because of page faults, warm memory at 17, so buffers that a
-finished save gives back are kept for the next one, up to the budget.
+finished save gives back are kept for the next one, up to the budget. They can be written from
+directly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deltackpt.errors import OptionError
-from deltackpt.resources.memory import empty_buffer
+from deltackpt.resources.memory import aligned_buffer
 
 _GRAIN_BYTES = 1 << 20
 _T = TypeVar("_T")
@@ -56,11 +57,13 @@ class Staging:
         """A buffer with undefined contents, to be given back after use."""
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         with self._lock:
-            fitting = [raw for raw in self._free if nbytes <= raw.nbytes <= 4 * nbytes + 1]
+            # What any small request gets fits all of them: else each would take a new one.
+            most = max(4 * nbytes, 2 * _GRAIN_BYTES)
+            fitting = [raw for raw in self._free if nbytes <= raw.nbytes <= most]
             raw = min(fitting, key=lambda raw: raw.nbytes, default=None)
             if raw is None:
                 grains = max(1, -(-nbytes * 5 // 4 // _GRAIN_BYTES))
-                raw = empty_buffer((grains * _GRAIN_BYTES,), np.dtype(np.uint8))
+                raw = aligned_buffer(grains * _GRAIN_BYTES)
             else:
                 self._free = [kept for kept in self._free if kept is not raw]
             out = raw[:nbytes].view(dtype).reshape(shape)

@@ -5,10 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
+from deltackpt.format.manifest import (
+    MOST_PARENTS,
+    BaseRef,
+    Kind,
+    Layout,
+    Manifest,
+    ParentRef,
+    RollingShare,
+    SaveId,
+)
 from deltackpt.policy import History
 from deltackpt.save.clocks import Clocks
 from deltackpt.state.touch_state import UNKNOWN
@@ -17,12 +26,34 @@ from deltackpt.state.touch_state import UNKNOWN
 _FORMER = 4
 
 
+class Written(NamedTuple):
+    """What the manifest of process 0 says of a save as a whole.
+
+    Attributes:
+      crc32c: of its bytes: a file that has it need not be decoded again.
+      nbytes: bytes of the arrays of all parts.
+      compacted: the newest compacted base that process 0 knew of.
+      rolling: the share of a rolling base that it holds.
+    """
+
+    crc32c: int
+    nbytes: int
+    compacted: BaseRef | None
+    rolling: RollingShare | None
+
+    @classmethod
+    def of(cls, head: Manifest, crc32c: int) -> Written:
+        """Of a manifest, and of its bytes."""
+        return cls(crc32c, head.nbytes, head.compacted, head.rolling)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Known:
     """A save of this process: committed, or in flight.
 
     ``settled`` is what no accumulator had marked rows of since, by reading; None where nothing is
-    known of the time before: rows may move that no TouchState marks.
+    known of the time before: rows may move that no TouchState marks. ``written`` is known once its
+    manifest was written, or read.
     """
 
     info: SaveInfo
@@ -30,6 +61,9 @@ class Known:
     clocks: Clocks
     layout: Layout
     settled: Clocks | None
+    written: Written | None = None
+    #: Step directories of its parents, nearest first: ``Manifest.parents``.
+    parents: tuple[str, ...] = ()
     #: How many saves of the lineage had been begun with it.
     number: int = 0
     total_bytes: int = 0
@@ -111,8 +145,9 @@ class Branch:
           layout: the tables' layout.
           number: how many saves were begun with it.
         """
-        ref = None
+        ref, parents = None, ()
         if parent is not None:
+            parents = (parent.info.step_dir, *parent.parents)[:MOST_PARENTS]
             ref = ParentRef(save_id=parent.info.save_id, step_dir=parent.info.step_dir)
         info = SaveInfo(save_id=save_id, kind=kind, parent=ref, step_dir=step_dir.name, nbytes=0)
         self.begun = self.in_flight = Known(
@@ -124,6 +159,7 @@ class Branch:
             number=number,
             total_bytes=0 if parent is None else parent.total_bytes,
             chain_length=0 if parent is None else parent.chain_length + 1,
+            parents=parents,
         )
         return info
 
@@ -133,6 +169,7 @@ class Branch:
         assert known is not None and known.info.save_id == save_id
         known.info = dataclasses.replace(known.info, kind="base", parent=None)
         known.total_bytes = known.chain_length = 0
+        known.parents = ()
 
     def go_on_from(self, restored: Known, base_bytes: int) -> None:
         """Begins with a restored save: the parent of what follows."""
@@ -140,22 +177,25 @@ class Branch:
         self.base_bytes = base_bytes
         self.since = [restored]
 
-    def promote(self, head: Manifest, *, compacted: bool) -> None:
+    def promote(self, head: Written, *, compacted: bool) -> None:
         """Takes the save in flight for committed: the next one's parent.
 
         Args:
-          head: its manifest, which speaks for all parts.
+          head: what its manifest says, which speaks for all parts.
           compacted: whether compaction may make an anchor of one of the saves.
         """
         known, self.in_flight = self.in_flight, None
         assert known is not None
         # The bytes of every process's part: all processes decide from the same figures.
-        known.info = dataclasses.replace(known.info, nbytes=head.nbytes)
+        known.info = dataclasses.replace(known.info, nbytes=head.nbytes, rolling=head.rolling)
         known.total_bytes += head.nbytes
         self.previous = known
         if known.info.kind == "base":
             self.anchor, self.base_bytes, self.delta_bytes = known, known.info.nbytes, []
             self.since, self.base_id = [], None
+        elif head.rolling is not None and head.rolling.full:
+            # Nothing before its window is needed any more.
+            self.anchor, self.delta_bytes = known, []
         else:
             self.delta_bytes.append(known.info.nbytes)
         if compacted:

@@ -14,7 +14,6 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -84,37 +83,6 @@ class Plan:
             yield ocdbt.Value(key, data)
         for chunk in self.chunks:
             yield ocdbt.Value(chunk.key, chunk.array())
-
-    def write(self, item: Path) -> list[Path]:
-        """Writes this process's share below an existing directory.
-
-        Returns:
-          The files written and their directories, none of them forced to disk.
-
-        Raises:
-          StorageError: the store refused.
-        """
-        written = ocdbt.write(item, self.process, list(self.values()))
-        for name, text in self.files.items():
-            path = item / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-            written.append(path)
-        return written
-
-
-def checkpoint_metadata(items: tuple[str, ...], begun_ns: int, committed_ns: int) -> str:
-    """The text of the step's ``_CHECKPOINT_METADATA``, for items in this layout."""
-    return json.dumps(
-        {
-            "item_handlers": dict.fromkeys(items, _HANDLER),
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": begun_ns,
-            "commit_timestamp_nsecs": committed_ns,
-            "custom_metadata": {},
-        }
-    )
 
 
 def covered(leaf: Any) -> str | None:

@@ -25,11 +25,10 @@ import jax
 import numpy as np
 
 from deltackpt.codecs import Codec
-from deltackpt.format import blocks, manifest
-from deltackpt.format.blocks import Ranges, Rows, Span
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Layout
+from deltackpt.format import blocks
+from deltackpt.format.blocks import Rows
+from deltackpt.format.manifest import Kind
 from deltackpt.save.pieces import AHEAD, DevicePiece, HostPiece, Piece
-from deltackpt.state import ownership
 
 _SMALLEST_BUCKET = 1024
 _DEVICE_PIECE_BYTES = 64 << 20
@@ -65,10 +64,14 @@ class FieldSource:
     trailing: tuple[int, ...]
     dtype: np.dtype
     shards: list[FieldShard]
+    #: Whether all shards are in host memory, where that is known; asking a thousand takes a while.
+    known_on_host: bool | None = None
 
     @property
     def on_host(self) -> bool:
         """Whether all shards are in host memory already."""
+        if self.known_on_host is not None:
+            return self.known_on_host
         return all(on_host(shard.data) for shard in self.shards)
 
     @property
@@ -78,18 +81,23 @@ class FieldSource:
 
     def gather(self, rows: Rows, out: np.ndarray) -> None:
         """Copies ``rows`` into ``out``, (len(rows), *trailing)."""
+        if isinstance(rows, np.ndarray):
+            for shard, (low, high) in zip(
+                self.shards, np.searchsorted(rows, self._bounds).tolist()
+            ):
+                if low < high:
+                    # mode="clip" lets numpy write straight into `out`; the rows are in range.
+                    local = rows[low:high] - shard.first
+                    np.asarray(shard.data).take(local, 0, out[low:high], "clip")
+            return
         for shard in self.shards:
             part = blocks.row_slice(rows, shard.start, shard.stop)
             if part.start == part.stop:
                 continue
             chosen = rows[part]
-            assert not isinstance(chosen, Ranges)
-            if isinstance(chosen, range):
-                held = slice(chosen.start - shard.first, chosen.stop - shard.first)
-                np.copyto(out[part], shard.host()[held])
-            else:
-                # mode="clip" lets numpy write straight into `out`; the rows are in range.
-                np.take(shard.host(), chosen - shard.first, axis=0, out=out[part], mode="clip")
+            assert isinstance(chosen, range)
+            held = slice(chosen.start - shard.first, chosen.stop - shard.first)
+            np.copyto(out[part], shard.host()[held])
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
         """The bits of a few rows, ascending: (len(rows), row_bytes) uint8.
@@ -97,15 +105,19 @@ class FieldSource:
         Only the shards that hold some are looked at, however many there are.
         """
         out = np.empty((len(rows), *self.trailing), self.dtype)
-        for number in np.unique(np.searchsorted(self._starts, rows, "right") - 1):
+        bounds = self._bounds
+        numbers = blocks.distinct(np.searchsorted(bounds[:, 0], rows, "right") - 1)
+        parts = np.searchsorted(rows, bounds[numbers]).tolist()
+        take = _take_on_host if self.on_host else take_few
+        for number, (low, high) in zip(numbers.tolist(), parts):
             shard = self.shards[number]
-            part = blocks.row_slice(rows, shard.start, shard.stop)
-            take_few(shard.data, rows[part] - shard.first, out[part])
+            take(shard.data, rows[low:high] - shard.first, out[low:high])
         return out.view(np.uint8).reshape(len(rows), self.row_bytes)
 
     @functools.cached_property
-    def _starts(self) -> list[int]:
-        return [shard.start for shard in self.shards]
+    def _bounds(self) -> np.ndarray:
+        """First and last rows of each shard, (shards, 2)."""
+        return np.array([(shard.start, shard.stop) for shard in self.shards]).reshape(-1, 2)
 
     def dispatch(self, rows: Rows, codec: Codec) -> list[DevicePiece]:
         """Gathers ``rows`` on the devices and starts their copy to the host, encoded if lossy.
@@ -167,12 +179,16 @@ class FieldSource:
 
 @dataclasses.dataclass(eq=False)
 class SegmentSource:
-    """The rows that one segment of a save holds, and where to take them from."""
+    """The rows that one segment of a save holds, and where to take them from.
+
+    ``kind`` says whose codecs they are stored by: those of bases, or of deltas.
+    """
 
     group: str
     columns: tuple[int, int]
     rows: Rows
     fields: Mapping[str, FieldSource]
+    kind: Kind = "delta"
 
     @property
     def on_host(self) -> bool:
@@ -197,42 +213,6 @@ class SegmentSource:
         return dataclasses.replace(self, fields=fields)
 
 
-def field_sources(
-    layout: Layout,
-    group: GroupEntry,
-    spec: FieldSpec,
-    leaves: Mapping[str, Mapping[str, Any]],
-    stamps: Mapping[str, Mapping[str, Any]],
-) -> list[FieldSource]:
-    """What this process writes of one field: a source for each column range that it holds.
-
-    Args:
-      layout: tables and groups.
-      group: the group.
-      spec: one of its fields.
-      leaves: table name to field name to array, (rows, *trailing).
-      stamps: table name to those of each TouchState; empty where every row is written.
-    """
-    by_columns: dict[Span, list[FieldShard]] = {}
-    turns = {table.name: turn for turn, table in enumerate(layout.tables)}
-    for table in manifest.members(group, layout.tables):
-        leaf = leaves[table.name][spec.name]
-        known = next(iter(stamps.get(table.name, {}).values()), None)
-        for share in ownership.shares(leaf, known, turn=turns[table.name]):
-            start, stop = share.box.rows
-            shard = FieldShard(table.offset + start, table.offset + stop, share.data, share.skip)
-            by_columns.setdefault(share.box.columns, []).append(shard)
-    return [
-        FieldSource(
-            columns,
-            tuple(shards[0].data.shape[1:]),
-            np.dtype(shards[0].data.dtype),
-            sorted(shards, key=lambda shard: shard.start),
-        )
-        for columns, shards in sorted(by_columns.items())
-    ]
-
-
 def on_host(array: Any) -> bool:
     """Whether an array's memory is the host's: numpy, or a jax.Array of the CPU backend."""
     if not isinstance(array, jax.Array):
@@ -250,10 +230,14 @@ def _take(data: jax.Array, rows: np.ndarray) -> jax.Array:
     return data.at[rows].get(mode="clip")
 
 
+def _take_on_host(data: Any, rows: np.ndarray, out: np.ndarray) -> None:
+    np.asarray(data).take(rows, 0, out, "clip")
+
+
 def take_few(data: Any, rows: np.ndarray, out: np.ndarray) -> None:
     """Copies rows of one shard into ``out``; waits for an accelerator."""
     if on_host(data):
-        np.take(np.asarray(data), rows, axis=0, out=out, mode="clip")
+        _take_on_host(data, rows, out)
         return
     padded = np.zeros(bucket(len(rows)), np.int32)
     padded[: len(rows)] = rows

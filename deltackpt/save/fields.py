@@ -23,7 +23,7 @@ from deltackpt.format.manifest import ArrayEntry
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.save.encode import Encoded
 from deltackpt.save.pieces import Piece, ahead
-from deltackpt.storage import arrays, parts
+from deltackpt.storage import arrays, parts, writer
 from deltackpt.storage.parts import ArrayPlace, StoredArrays, StoredField
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
@@ -44,6 +44,7 @@ class Field:
         end.
       choice: the user's.
       planned: the codec to try first.
+      held: whether its rows are those of the training state, which others might change.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Field:
     bounds: np.ndarray
     choice: CodecChoice
     planned: Choice
+    held: bool = False
 
     @property
     def count(self) -> int:
@@ -124,7 +126,7 @@ class _Attempt:
         self._place, self._field, self._codec = place, field, codec
         self._entries = _entries(field, codec)
         self._writers = {
-            suffix: arrays.ArrayWriter(place.directory(entry.name), entry, fsync=place.fsync)
+            suffix: writer.ArrayWriter(place.directory(entry.name), entry, place.batch)
             for suffix, entry in self._entries.items()
         }
         self._done = 0
@@ -135,9 +137,9 @@ class _Attempt:
 
     def write(self, piece: Piece, encoded: Encoded) -> None:
         """Writes the next rows, and counts what encoding them changes."""
-        for suffix, writer in self._writers.items():
+        for suffix, stored in self._writers.items():
             array = np.asarray(encoded.arrays[suffix])
-            writer.write(array.view(self._entries[suffix].dtype))
+            stored.write(array.view(self._entries[suffix].dtype))
         held = np.asarray(encoded.held)
         if not held.all():
             missing = np.flatnonzero(~held)
@@ -164,9 +166,8 @@ class _Attempt:
     def finish(self, plan: Choice) -> StoredField:
         """Ends the arrays, and writes the rows that the codec does not hold."""
         written = []
-        for suffix, writer in self._writers.items():
-            entry = self._entries[suffix]
-            written.append(self._place.stored(entry, writer.finish()))
+        for suffix, stored in self._writers.items():
+            written.append(StoredArrays((self._entries[suffix],), stored.finish()))
         if self._beside:
             written += self._write_beside()
         return parts.stored_field(
@@ -182,8 +183,8 @@ class _Attempt:
 
     def remove(self) -> None:
         """Removes what was written."""
-        for writer in self._writers.values():
-            writer.remove()
+        for stored in self._writers.values():
+            stored.remove()
 
     def _write_beside(self) -> Iterator[StoredArrays]:
         field = self._field
@@ -198,7 +199,7 @@ class _Attempt:
                 beside[0].dtype,
                 zstd=zstd,
             )
-            yield parts.write_array(self._place, entry, iter(beside))
+            yield parts.write_array(self._place, entry, beside)
 
     @property
     def _beside_count(self) -> int:
@@ -278,7 +279,7 @@ def _write_lossless(
     return parts.stored_field(
         place,
         field.name,
-        parts.write_array(place, entry, rows),
+        parts.write_array(place, entry, rows, held=field.held),
         codec=plan.codec,
         reason=plan.reason,
         bounds=field.bounds,

@@ -20,7 +20,9 @@ from deltackpt.errors import TrackingError
 from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import GroupEntry
 from deltackpt.resources.staging import Staging
+from deltackpt.resources.workers import Workers
 from deltackpt.save import part
+from deltackpt.save.branch import Written
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock
@@ -28,8 +30,7 @@ from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.save.taken import TakenRows
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
-
-_PROCEED_SECS = 10.0
+from deltackpt.storage.batch import FileBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Embeddings:
       lineage: what the trainer knows of its saves; None gives a base of a run of its own.
       options: how to stage and write.
       staging: the pool shared by the saves of one manager.
+      workers: its threads.
       force_base: take a base whatever the policy says.
     """
 
@@ -70,6 +72,7 @@ class Embeddings:
     lineage: Lineage | None = None
     options: PipelineOptions = PipelineOptions()
     staging: Staging | None = None
+    workers: Workers | None = None
     force_base: bool = False
 
     @property
@@ -102,7 +105,7 @@ class SaveReport:
 
 
 class PendingSave:
-    """A save whose rows were taken; ``write`` runs once, in the background."""
+    """A save whose rows were taken: an item of a step, written once, in the background."""
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class PendingSave:
         faults: str | None,
         extract_secs: float,
         processes_secs: float,
+        fsync: bool,
+        workers: Workers,
     ):
         """Made by ``snapshot.take``.
 
@@ -120,21 +125,21 @@ class PendingSave:
           rows: what was taken.
           faults: what the sampled proof found; None where it holds.
           extract_secs: what taking it has cost.
-          processes_secs: how long the other processes are waited for.
+          processes_secs: how long the other processes are waited for where others commit.
+          fsync: whether the part is forced to disk there.
+          workers: threads that write and encode.
         """
         self.intent = plan.intent
         #: Why the touched rows were not trusted, and all rows are saved; None where they were.
         self.doubt = faults if plan.intent.kind == "base" else None
-        #: ``write`` waits for it: busy beside the start of Orbax's own threads it would cost
-        #: each of them, and so the training thread, a switch interval of the interpreter.
-        self.proceed = threading.Event()
         self.report: SaveReport | None = None
-        self.failure: BaseException | None = None
         self.rows = rows
         self._plan = plan
         self._faults = faults
         self._extract_secs = extract_secs
         self._processes_secs = processes_secs
+        self._fsync = fsync
+        self._workers = workers
 
     @property
     def released(self) -> threading.Event:
@@ -144,36 +149,21 @@ class PendingSave:
     def wait_copied(self) -> None:
         """Returns when copied rows have left the training state; a held state has not yet."""
         started = time.perf_counter()
-        try:
-            self.rows.wait()
-        except BaseException as error:
-            self.failure = error  # Nothing is written of it.
-            raise
+        self.rows.wait()
         self._extract_secs += time.perf_counter() - started
 
-    def write(self, item_dir: Path) -> SaveReport:
+    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Writes this process's part into the item's directory, its manifest last.
 
         Args:
           item_dir: existing directory of the item, in the step's temporary directory.
+          batch: what the files are written with, to be forced afterwards.
+          others: where the processes meet.
 
         Raises:
           StorageError: the store refused; nothing was committed.
           ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
         """
-        self.proceed.wait(_PROCEED_SECS)
-        others = of_this_process(item_dir.parent, self._processes_secs)
-        try:
-            if self.failure is not None:
-                raise self.failure
-            self.report = self._write(item_dir, others)
-        except BaseException as error:
-            self.failure = error
-            others.fail(error)
-            raise
-        return self.report
-
-    def _write(self, item_dir: Path, others: Rendezvous) -> SaveReport:
         plan, encoding = self._plan, BusyClock()
         started = time.perf_counter()
         try:
@@ -181,14 +171,17 @@ class PendingSave:
                 raise TrackingError(f"step {self.intent.save_id.step}: {self._faults}")
             self.rows.land()
             landed = time.perf_counter()
-            segments = part.write_segments(plan, item_dir, others.process, self.rows, encoding)
+            segments = part.write_segments(
+                plan, item_dir, others.process, self.rows, batch, self._workers, encoding
+            )
         finally:
             self.rows.release()
         written = time.perf_counter()
-        done = part.finish(plan, item_dir, segments, others)
+        done = part.finish(plan, item_dir, segments, batch, others)
+        if plan.lineage is not None and others.process == 0:
+            plan.lineage.wrote(self.intent.save_id, Written.of(done.record, done.crc32c))
         groups = plan.layout.groups
-        records = [segment.record for segment in segments]
-        return SaveReport(
+        self.report = SaveReport(
             intent=self.intent,
             rows=part.table_rows(segments),
             total_rows=sum(group.rows for group in groups),
@@ -198,31 +191,46 @@ class PendingSave:
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
             digest_secs=time.perf_counter() - written,
-            tables=table_figures(groups, plan.layout.tables, records),
+            tables=table_figures(groups, plan.layout.tables, segments),
         )
 
+    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """Nothing is left to do: process 0's manifest speaks for all parts."""
+
+    def write_alone(self, item_dir: Path) -> None:
+        """Writes and forces this process's part where others commit the step: see ``write``."""
+        others = of_this_process(item_dir.parent, self._processes_secs)
+        batch = FileBatch(item_dir, fsync=self._fsync, pool=self._workers.forcers)
+        try:
+            self.write(item_dir, batch, others)
+            batch.force()
+        except BaseException as error:
+            others.fail(error)
+            raise
+        finally:
+            batch.close()
+
     def abandon(self) -> None:
-        """Gives up a save that will not be written; safe to call at any time."""
-        self.proceed.set()
+        """Gives up a save that will not be written; safe to call again."""
         self.rows.release()
 
 
 class RefusedSave:
-    """A save that this process cannot take, and the other processes begin all the same.
+    """The item of a save that this process cannot take, and the other processes begin all the same.
 
-    It goes through Orbax like a ``PendingSave``, so that no process waits for this one at a
-    barrier, and tells the others why there will be no part of it.
+    Writing it fails, so that the others are told why there will be no part of it.
     """
 
     def __init__(self, cause: Exception):
         """Made by the manager of one of several processes."""
-        self.failure: BaseException | None = cause
-        self._cause = cause
+        self.cause = cause
 
-    def write(self, item_dir: Path) -> SaveReport:
-        """Leaves a note for the others, and raises the cause."""
-        of_this_process(item_dir.parent, 0.0).fail(self._cause)
-        raise self._cause
+    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """Raises the cause."""
+        raise self.cause
+
+    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """Never called."""
 
 
 def base_bytes(groups: tuple[GroupEntry, ...]) -> int:

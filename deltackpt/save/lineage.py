@@ -17,13 +17,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import BaseRef, Kind, Layout, Manifest, ParentRef, SaveId
-from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction
+from deltackpt.format.manifest import (
+    BaseRef,
+    Kind,
+    Layout,
+    Manifest,
+    ParentRef,
+    RollingShare,
+    SaveId,
+)
+from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
 from deltackpt.reading import saves
-from deltackpt.save.branch import Branch, Former, Known, doubt
+from deltackpt.save.branch import Branch, Former, Known, Written, doubt
 from deltackpt.save.clocks import Clocks, Reading, clocks_seen
 from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import files
@@ -46,6 +56,8 @@ class Intent:
       recent: for a base, place of each TouchState to its clock at the save before, 0 where that is
         not known: rows touched since are likely to be wrong where the tracking is.
       stands_still: whether no clock has moved since the parent.
+      parents: see ``Manifest.parents``.
+      rolling: the share of all rows that a delta of a rolling base holds.
     """
 
     kind: Kind
@@ -58,6 +70,8 @@ class Intent:
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
     recent: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stands_still: bool = False
+    parents: tuple[str, ...] = ()
+    rolling: RollingShare | None = None
 
 
 class Lineage:
@@ -77,7 +91,7 @@ class Lineage:
         Args:
           policy: base or delta; ``Consecutive()`` by default.
           item: name of our item in a step directory.
-          protected: whether retention is bound to this lineage by ``KeepChain``; where it is
+          protected: whether retention asks this lineage what it must keep; where it is
             not, every save is a base, since a stock policy would delete bases under live deltas.
           run: id of the run; several processes must have agreed on it.
           compacted: whether bases are left to compaction.
@@ -140,7 +154,13 @@ class Lineage:
                 # Never read before: all that it ever touched is recent.
                 recent = recent or {reading.place: 0 for reading in clocks.readings}
                 return _base(info, recent, reason, branch.restores)
-            return _delta(info, parent, clocks, reason, branch.restores)
+            intent = _delta(info, parent, clocks, reason, branch.restores)
+            assert branch.in_flight is not None
+            share = None
+            if isinstance(self._policy, Rolling):
+                share = self._policy.share_after(parent.info.rolling)
+            parents = branch.in_flight.parents
+            return dataclasses.replace(intent, parents=parents, rolling=share)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
         """Makes a base of a delta that was just begun.
@@ -161,6 +181,8 @@ class Lineage:
             seen={},
             recent=intent.since,
             stands_still=False,
+            parents=(),
+            rolling=None,
         )
 
     def witnessed(self, save_id: SaveId, witness: Any) -> None:
@@ -191,7 +213,8 @@ class Lineage:
             kind, parent, reason = self._decide(clocks, layout, force_base, seen)
             if parent is None:
                 return Decision(kind=kind, parent=None, reason=reason)
-            which = "base" if parent is self._branch.anchor else "previous"
+            anchored = parent is self._branch.anchor and parent.info.rolling is None
+            which = "base" if anchored else "previous"
             return Decision(kind=kind, parent=which, reason=reason)
 
     @property
@@ -217,6 +240,18 @@ class Lineage:
         with self._lock:
             self._branch.attempts = max(self._branch.attempts, number)
 
+    def wrote(self, save_id: SaveId, written: Written) -> None:
+        """Keeps what the manifest of the save in flight says, so that it need not be decoded.
+
+        Args:
+          save_id: of the save; process 0 has written its manifest.
+          written: what that says.
+        """
+        with self._lock:
+            known = self._branch.in_flight
+            if known is not None and known.info.save_id == save_id:
+                known.written = written
+
     def failed(self, save_id: SaveId) -> None:
         """Forgets the save in flight, unless it was committed; the parent and its clocks stay."""
         with self._lock:
@@ -236,6 +271,7 @@ class Lineage:
         restores: int = 0,
         run: str | None = None,
         witness: Any = None,
+        parents: tuple[str, ...] = (),
     ) -> None:
         """Starts a new run at a restored step: the parent of what follows.
 
@@ -251,6 +287,7 @@ class Lineage:
           restores: how often training had been restored when the step was saved.
           run: id of the new run; several processes must have agreed on it.
           witness: sampled rows as they were restored.
+          parents: step directories of its parents, nearest first.
         """
         with self._lock:
             self._leave(Branch(run=run or new_run(), restores=restores + 1))
@@ -264,6 +301,7 @@ class Lineage:
                     total_bytes=sum(sizes),
                     chain_length=len(sizes) - 1,
                     witness=witness,
+                    parents=parents[: manifest.MOST_PARENTS],
                 ),
                 sizes[0],
             )
@@ -398,13 +436,19 @@ def new_run() -> str:
     return uuid.uuid4().hex
 
 
-def _standing(known: Known, item: str) -> Manifest | None:
-    """The manifest at the path of a save, if it is that save's: if it was committed."""
+def _standing(known: Known, item: str) -> Written | None:
+    """What the manifest at the path of a save says, if it is that save's: if it was committed."""
     try:
-        head = read_manifest(known.path, item)
+        name, data = _manifest_bytes(known.path, item, 0)
+        crc32c = google_crc32c.value(data)
+        if known.written is None or known.written.crc32c != crc32c:
+            head: Manifest = manifest.from_bytes(data, name=name)
+            if head.save_id != known.info.save_id:
+                return None
+            known.written = Written.of(head, crc32c)
     except (RestoreError, OSError):
         return None
-    return head if head.save_id == known.info.save_id else None
+    return known.written
 
 
 def _stands(known: Known, item: str) -> bool:
@@ -429,6 +473,10 @@ def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:
     Raises:
       Damaged: it is missing or altered.
     """
+    name, data = _manifest_bytes(step_dir, item, process)
+    return manifest.from_bytes(data, name=name)
+
+
+def _manifest_bytes(step_dir: Path, item: str, process: int) -> tuple[str, bytes]:
     path = step_dir / item / names.manifest_name(process)
-    name = f"{step_dir.name}/{item}/{path.name}"
-    return manifest.from_bytes(files.read_bytes(path), name=name)
+    return f"{step_dir.name}/{item}/{path.name}", files.read_bytes(path)

@@ -15,21 +15,21 @@ from pathlib import Path
 
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest
-from deltackpt.format.manifest import GroupEntry, Layout, Manifest
+from deltackpt.format.manifest import GroupEntry, Layout, Manifest, Segment
 from deltackpt.policy import Choice, CodecChoice
+from deltackpt.resources.workers import Workers
 from deltackpt.save import fields
+from deltackpt.save.division import Owned
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.fields import Field
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.pieces import BusyClock, Piece
 from deltackpt.save.rendezvous import Rendezvous
-from deltackpt.save.selection import Owned
 from deltackpt.save.taken import TakenRows
 from deltackpt.storage import parts
-from deltackpt.storage.parts import ArrayPlace, Share, StoredSegment, WrittenPart
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.parts import ArrayPlace, Share, WrittenPart
 
-_WRITERS = 2
-_ENCODERS = 2
 #: Group name to field name to the codec that a save tries first.
 Plans = Mapping[str, Mapping[str, Choice]]
 
@@ -43,10 +43,10 @@ class PartPlan:
       layout: tables and groups.
       choices: group name to field name to the user's codec.
       plans: the codecs that this save tries first.
+      share_plans: those that it tries first for the share of a rolling base.
       owned: what the process writes in a base.
       shared_stamps: checksums of what other processes must have found alike: ``Stamps.shared``.
       lineage: knows of compacted bases; None without any.
-      fsync: whether every file is on disk before the part counts as written.
       digests: digest files that the commit promises; see ``Manifest.digests``.
     """
 
@@ -54,16 +54,22 @@ class PartPlan:
     layout: Layout
     choices: Mapping[str, Mapping[str, CodecChoice]]
     plans: Plans
+    share_plans: Plans
     owned: Owned
     shared_stamps: Mapping[str, int]
     lineage: Lineage | None
-    fsync: bool
     digests: tuple[str, ...]
 
 
 def write_segments(
-    plan: PartPlan, item_dir: Path, process: int, rows: TakenRows, encoding: BusyClock
-) -> list[StoredSegment]:
+    plan: PartPlan,
+    item_dir: Path,
+    process: int,
+    rows: TakenRows,
+    batch: FileBatch,
+    workers: Workers,
+    encoding: BusyClock,
+) -> list[Segment]:
     """Writes the arrays of all rows that were taken; the rows have landed.
 
     Args:
@@ -71,6 +77,8 @@ def write_segments(
       item_dir: of the item, in the step's temporary directory.
       process: index of this process.
       rows: what was taken.
+      batch: what forces the files, and keeps their digests.
+      workers: threads that write and encode.
       encoding: counts the time that is spent on the rows, apart from that for writing them.
 
     Raises:
@@ -78,36 +86,36 @@ def write_segments(
       StorageError: the store refused.
     """
     groups = plan.layout.group_by_name
-    with (
-        concurrent.futures.ThreadPoolExecutor(_WRITERS, "deltackpt-write") as pool,
-        concurrent.futures.ThreadPoolExecutor(_ENCODERS, "deltackpt-encode") as encoders,
-    ):
-        started = []
-        for number, source in enumerate(rows.segments):
-            place = ArrayPlace(item_dir, process, f"{source.group}.{number}", plan.fsync)
-            row_numbers = pool.submit(parts.write_rows, place, source.rows)
-            stored = [
-                pool.submit(
-                    fields.write_field,
-                    place,
-                    field,
-                    functools.partial(_pieces, rows, encoding, number, field.name),
-                    encoders,
-                )
-                for field in _fields(plan, groups[source.group], source)
-            ]
-            started.append((place, source, row_numbers, stored))
-        return [
-            parts.stored_segment(
+    started = []
+    for number, source in enumerate(rows.segments):
+        place = ArrayPlace(item_dir, process, f"{source.group}.{number}", batch)
+        row_numbers = workers.write(parts.write_rows, place, source.rows)
+        stored = [
+            workers.write(
+                fields.write_field,
                 place,
-                source.group,
-                source.columns,
-                source.rows,
-                row_numbers.result(),
-                [future.result() for future in stored],
+                field,
+                functools.partial(_pieces, rows, encoding, number, field.name),
+                workers.encoders,
             )
-            for place, source, row_numbers, stored in started
+            for field in _fields(plan, groups[source.group], source, held=rows.held)
         ]
+        started.append((place, source, row_numbers, stored))
+    # All are waited for before the first error is raised: they read memory that is given back.
+    concurrent.futures.wait(
+        [future for _, _, row_numbers, stored in started for future in (row_numbers, *stored)]
+    )
+    return [
+        parts.stored_segment(
+            place,
+            source.group,
+            source.columns,
+            source.rows,
+            row_numbers.result(),
+            [future.result() for future in stored],
+        )
+        for place, source, row_numbers, stored in started
+    ]
 
 
 def _pieces(
@@ -117,27 +125,34 @@ def _pieces(
     return encoding.over(rows.pieces(number, field, codec))
 
 
-def _fields(plan: PartPlan, group: GroupEntry, source: SegmentSource) -> list[Field]:
+def _fields(plan: PartPlan, group: GroupEntry, source: SegmentSource, *, held: bool) -> list[Field]:
     bounds = parts.table_bounds(group, plan.layout, source.rows)
     tables = [table.name for table in manifest.members(group, plan.layout.tables)]
+    rolled = plan.intent.kind == "delta" and source.kind == "base"
+    plans = (plan.share_plans if rolled else plan.plans)[group.name]
     return [
         Field(
             name=name,
-            trailing=held.trailing,
-            dtype=held.dtype,
+            trailing=field.trailing,
+            dtype=field.dtype,
             tables=tables,
             bounds=bounds,
             choice=plan.choices[group.name][name],
-            planned=plan.plans[group.name][name],
+            planned=plans[name],
+            held=held,
         )
-        for name, held in source.fields.items()
+        for name, field in source.fields.items()
     ]
 
 
 def finish(
-    plan: PartPlan, item_dir: Path, segments: Sequence[StoredSegment], others: Rendezvous
+    plan: PartPlan,
+    item_dir: Path,
+    segments: Sequence[Segment],
+    batch: FileBatch,
+    others: Rendezvous,
 ) -> WrittenPart:
-    """Digests, then the manifest, in step with the other processes.
+    """Digests, then the manifest, in step with the other processes; then forces them.
 
     Process 0 waits for the parts of the others before it writes its manifest; without our own
     commit the others wait for that.
@@ -146,6 +161,7 @@ def finish(
       plan: what is written.
       item_dir: of the item, in the step's temporary directory.
       segments: all of the part.
+      batch: what they were written with.
       others: where the processes meet.
 
     Raises:
@@ -157,7 +173,7 @@ def finish(
         item_dir,
         _head(plan, others),
         segments,
-        fsync=plan.fsync,
+        batch,
         share=_share(plan, segments) if several else None,
         index=functools.partial(others.collect, item_dir) if several else None,
     )
@@ -178,6 +194,7 @@ def _head(plan: PartPlan, others: Rendezvous) -> Manifest:
         kind=intent.kind,
         save_id=intent.save_id,
         parent=intent.parent,
+        rolling=intent.rolling,
         reason=intent.reason,
         process=others.process,
         process_count=others.count,
@@ -189,11 +206,12 @@ def _head(plan: PartPlan, others: Rendezvous) -> Manifest:
         digests=plan.digests,
         restores=intent.restores,
         compacted=compacted,
+        parents=intent.parents if others.process == 0 else (),
     )
 
 
-def _share(plan: PartPlan, segments: Sequence[StoredSegment]) -> Share:
-    held = {segment.record.group for segment in segments}
+def _share(plan: PartPlan, segments: Sequence[Segment]) -> Share:
+    held = {segment.group for segment in segments}
     return Share(
         owned_cells=plan.owned.cells,
         covers=tuple(plan.owned.cover(group) for group in plan.layout.groups if group.name in held),
@@ -209,9 +227,9 @@ def _planned_groups(plan: PartPlan) -> tuple[GroupEntry, ...]:
     )
 
 
-def table_rows(segments: Iterable[StoredSegment]) -> int:
+def table_rows(segments: Iterable[Segment]) -> int:
     """Rows of tables in a part; those of several column ranges count once."""
-    held = [found.record for found in segments if blocks.VALUES in found.record.fields]
+    held = [segment for segment in segments if blocks.VALUES in segment.fields]
     first = {
         segment.group: min(other.columns[0] for other in held if other.group == segment.group)
         for segment in held

@@ -26,9 +26,10 @@ from deltackpt.format.blocks import Rows, Span
 from deltackpt.format.manifest import GroupEntry, Layout
 from deltackpt.resources.staging import Staging
 from deltackpt.save.clocks import Clocks, Reading
+from deltackpt.save.division import Where
 from deltackpt.save.extract import FieldSource
 from deltackpt.save.lineage import Intent
-from deltackpt.save.selection import Sources, Where
+from deltackpt.save.selection import Sources
 from deltackpt.state.marks import match_marks, matched
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
@@ -251,7 +252,7 @@ def _sampled(
         if touched is not None:
             spans = [touched[blocks.row_slice(touched, *span)] for span in within]
             parts.append(_some(spans, plan.most // 2))
-        rows = _distinct(np.concatenate(parts))
+        rows = blocks.distinct(np.concatenate(parts))
     rows = rows.astype(np.int64, copy=False)
     bits = {name: field.bits(rows) for name, field in plan.fields.items()}
     return Sample(rows, sources.stamps.at(plan.group, rows), bits)
@@ -271,7 +272,7 @@ def _some(parts: Sequence[np.ndarray], most: int) -> np.ndarray:
     lengths = [len(part) for part in parts]
     if sum(lengths) <= most:
         return np.concatenate(parts)
-    drawn = _distinct(_rng.integers(sum(lengths), size=most))
+    drawn = blocks.distinct(_rng.integers(sum(lengths), size=most))
     starts = np.cumsum([0, *lengths])
     return np.concatenate(
         [
@@ -285,15 +286,9 @@ def _random(spans: Sequence[Span], count: int) -> np.ndarray:
     """Rows drawn from some spans, ascending."""
     starts = np.array([start for start, _ in spans])
     ends = np.cumsum([stop - start for start, stop in spans])
-    drawn = _distinct(_rng.integers(ends[-1], size=count))
+    drawn = blocks.distinct(_rng.integers(ends[-1], size=count))
     number = np.searchsorted(ends, drawn, "right")
     return drawn - np.concatenate([[0], ends])[number] + starts[number]
-
-
-def _distinct(values: np.ndarray) -> np.ndarray:
-    """Values in order, each once; ``np.unique`` takes ten times as long for a thousand."""
-    values = np.sort(values)
-    return values[np.diff(values, prepend=-1) > 0]
 
 
 def _by_table(

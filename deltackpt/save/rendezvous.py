@@ -40,7 +40,7 @@ from deltackpt.storage.parts import part_of
 _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.002, 0.25
 _SHOWN = 8
 #: What the parts of one save must say alike.
-_AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c")
+_AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c", "rolling")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,17 +128,21 @@ class Rendezvous:
         missing = set(range(self.count)) - arrived - {self.process}
         raise self._missing(missing | {0}, "write its part, or the index")
 
-    def await_written(self) -> None:
+    def await_written(self) -> range:
         """Waits until every process has written all its files of the step; called by process 0.
+
+        Returns:
+          The other processes.
 
         Raises:
           ProcessMissing, ProcessFailed: as for ``collect``.
         """
+        others = range(1, self.count)
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
-            missing = set(range(self.count)) - _found(self.temporary, names.step_digests_process)
+            missing = {*others} - _found(self.temporary, names.step_digests_process)
             if not missing:
-                return
+                return others
         raise self._missing(missing, "write its dense leaves")
 
     def await_commit(self, committed: Callable[[], bool]) -> None:
@@ -160,7 +164,7 @@ class Rendezvous:
                     "its log"
                 )
         arrived = _found(self.temporary, names.step_digests_process)
-        raise self._missing(set(range(self.count)) - arrived | {0}, "commit the step")
+        raise self._missing(set(range(self.count)) - arrived, "commit the step")
 
     def _polls(self, secs: float) -> Iterator[None]:
         """Comes back at growing intervals until the time is up."""

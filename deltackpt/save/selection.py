@@ -7,21 +7,19 @@ are stored once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deltackpt.errors import TableSelectionError
-from deltackpt.format import blocks, manifest
-from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import Cover, GroupEntry, Layout
-from deltackpt.resources.staging import Staging
-from deltackpt.save.extract import FieldSource, SegmentSource, field_sources
-from deltackpt.save.touched_rows import Stamps, StampsByTable
+import numpy as np
 
-#: Columns of the fields that are as wide as the table, and the virtual rows.
-Where = tuple[Span, tuple[Span, ...]]
-_ByRows = Mapping[Where, Mapping[str, FieldSource]]
+from deltackpt.format import blocks
+from deltackpt.format.blocks import Ranges
+from deltackpt.format.manifest import GroupEntry, Layout, RollingShare
+from deltackpt.resources.staging import Staging
+from deltackpt.save import division
+from deltackpt.save.division import Owned, StampsByTable, Where
+from deltackpt.save.extract import FieldSource, SegmentSource
+from deltackpt.save.touched_rows import Stamps
 
 
 class Sources:
@@ -50,19 +48,20 @@ class Sources:
           TrackingError: stamps are on other processes than their rows.
         """
         self.layout = layout
+        self._division = division.of(layout, leaves, stamps)
         self._found = {
-            group.name: _sources_by_rows(layout, group, leaves, stamps) for group in layout.groups
+            group: {
+                where: {name: plan.source(leaves) for name, plan in plans.items()}
+                for where, plans in by_rows.items()
+            }
+            for group, by_rows in self._division.fields.items()
         }
-        held = {
-            group: blocks.joined(span for _, spans in by_rows for span in spans)
-            for group, by_rows in self._found.items()
-        }
-        self.stamps = Stamps(layout, stamps, staging, held)
+        self.stamps = Stamps(self._division, stamps, staging)
 
     @property
     def owned(self) -> Owned:
         """What this process writes in a base."""
-        return Owned(self.layout, self._found)
+        return self._division.owned
 
     def by_rows(self) -> Iterator[tuple[GroupEntry, Where, Mapping[str, FieldSource]]]:
         """The fields of each group by the columns and the rows that this process holds."""
@@ -70,11 +69,12 @@ class Sources:
             for where, fields in self._found[group.name].items():
                 yield group, where, fields
 
-    def segments(self, *, whole: bool) -> list[SegmentSource]:
+    def segments(self, *, whole: bool, rolling: RollingShare | None = None) -> list[SegmentSource]:
         """What this process reads for a base, or for a delta: see ``Stamps.look``.
 
         Args:
           whole: whether all rows, not the touched ones and the ``always`` fields alone.
+          rolling: of a delta, the share of all rows that it holds besides.
         """
         segments = []
         for group, (columns, spans), fields in self.by_rows():
@@ -82,73 +82,33 @@ class Sources:
             complete = fields if whole else _only(fields, always)
             changed = {name: field for name, field in fields.items() if name not in complete}
             for chosen, touched in ((complete, False), (changed, True)):
-                if chosen:
-                    taken = (
-                        self.stamps.touched(group.name, spans) if touched else blocks.rows_of(spans)
-                    )
-                    if len(taken):
-                        segments.append(SegmentSource(group.name, columns, taken, chosen))
+                if not chosen:
+                    continue
+                taken = self.stamps.touched(group.name, spans) if touched else blocks.rows_of(spans)
+                if isinstance(taken, np.ndarray) and rolling is not None:
+                    share = rolling.rows(group, self.layout.tables)
+                    rolled, taken = _within(blocks.rows_of(spans), share), _without(taken, share)
+                    if len(rolled):
+                        segments.append(SegmentSource(group.name, columns, rolled, chosen, "base"))
+                if len(taken):
+                    kind = "base" if whole else "delta"
+                    segments.append(SegmentSource(group.name, columns, taken, chosen, kind))
         return segments
+
+
+def _within(rows: range | Ranges, share: range | Ranges) -> range | Ranges:
+    """The rows that are in both."""
+    parts = [rows[blocks.row_slice(rows, *span)] for span in blocks.spans_of(share)]
+    return blocks.rows_of(span for part in parts for span in blocks.spans_of(part))
+
+
+def _without(rows: np.ndarray, share: range | Ranges) -> np.ndarray:
+    """The rows, ascending, that are not in a share."""
+    parts = [blocks.row_slice(rows, *span) for span in blocks.spans_of(share)]
+    starts = [0, *(part.stop for part in parts)]
+    stops = [*(part.start for part in parts), len(rows)]
+    return np.concatenate([rows[start:stop] for start, stop in zip(starts, stops, strict=True)])
 
 
 def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, FieldSource]:
     return {name: field for name, field in fields.items() if name in names}
-
-
-class Owned:
-    """What this process writes in a base: for the manifests of several processes."""
-
-    def __init__(self, layout: Layout, found: Mapping[str, _ByRows]):
-        """Notes where, and how wide; keeps no array."""
-        self._layout = layout
-        self._found = {
-            group: [
-                (*where, sum(math.prod(field.trailing[:1]) for field in fields.values()))
-                for where, fields in by_rows.items()
-            ]
-            for group, by_rows in found.items()
-        }
-
-    @property
-    def cells(self) -> dict[str, int]:
-        """Group to the cells, over its fields; without groups of which it writes none."""
-        found = {
-            group: sum(sum(stop - start for start, stop in spans) * w for _, spans, w in wheres)
-            for group, wheres in self._found.items()
-        }
-        return {group: cells for group, cells in found.items() if cells}
-
-    def cover(self, group: GroupEntry) -> Cover:
-        """Where its rows lie in one group."""
-        wheres = self._found[group.name]
-        rows = blocks.rows_of(span for _, spans, _ in wheres for span in spans)
-        return manifest.cover(group, self._layout.tables, rows, [where[0] for where in wheres])
-
-
-def _sources_by_rows(
-    layout: Layout,
-    group: GroupEntry,
-    leaves: Mapping[str, Mapping[str, Any]],
-    stamps: StampsByTable,
-) -> dict[Where, dict[str, FieldSource]]:
-    """The fields of a group, by the columns and the rows that this process writes of them."""
-    found: dict[Where, dict[str, FieldSource]] = {}
-    narrow = []
-    for spec in group.fields:
-        for source in field_sources(layout, group, spec, leaves, stamps):
-            spans = blocks.joined((shard.start, shard.stop) for shard in source.shards)
-            if group.columns(spec) is not None:
-                found.setdefault((source.columns, spans), {})[spec.name] = source
-            elif source.columns == (0, manifest.width(spec.trailing)):
-                narrow.append((spans, spec.name, source))
-            else:
-                raise TableSelectionError(
-                    f"group {group.name}, field {spec.name}: expected a slot of width "
-                    f"{group.width} like its table, or one that is not split by columns, found its "
-                    f"columns {source.columns} of shape {spec.trailing}; shard the slot by rows"
-                )
-    for spans, name, source in narrow:
-        # Columns do not matter to it: it rides with any segment of the same rows.
-        where = next((where for where in found if where[1] == spans), ((0, group.width), spans))
-        found.setdefault(where, {})[name] = source
-    return found

@@ -17,8 +17,10 @@ from deltackpt import codecs, processes
 from deltackpt.codecs import Codec
 from deltackpt.errors import OutOfSpace
 from deltackpt.format import manifest
+from deltackpt.format.manifest import Kind
 from deltackpt.policy import Choice, too_large
 from deltackpt.resources.staging import Staging
+from deltackpt.resources.workers import Workers
 from deltackpt.save import proof
 from deltackpt.save.clocks import Clocks, Reading
 from deltackpt.save.extract import SegmentSource
@@ -74,17 +76,18 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             shared_stamps = sources.stamps.shared(intent.since)
         elif intent.kind == "delta" and faults is not None:
             intent = lineage.as_base(intent, faults)
-        segments = sources.segments(whole=intent.kind == "base")
+        segments = sources.segments(whole=intent.kind == "base", rolling=intent.rolling)
         if intent.kind == "delta" and processes.count() == 1:
             ahead = _expected_bytes(split, segments, intent)
             if (reason := too_large(lineage.policy, *ahead)) is not None:
                 intent = lineage.as_base(intent, reason)
                 segments = sources.segments(whole=True)
-        plans = _planned(split, intent)
+        kinds: set[Kind] = {intent.kind} if intent.rolling is None else {"base", "delta"}
+        plans = {kind: _planned(split, intent, kind) for kind in kinds}
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
         if intent.kind == "delta" and staging.fits(nbytes):
-            rows = CopiedRows(segments, lambda group: _codecs_of(plans[group]), staging)
+            rows = CopiedRows(segments, lambda one: _codecs_of(plans[one.kind][one.group]), staging)
         else:
             rows = HeldRows(segments)
     except BaseException:
@@ -94,11 +97,11 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         intent=intent,
         layout=split.layout,
         choices=split.codecs,
-        plans=plans,
+        plans=plans[intent.kind],
+        share_plans=plans.get("base", {}),
         owned=sources.owned,
         shared_stamps=shared_stamps,
         lineage=embeddings.lineage,
-        fsync=embeddings.options.fsync,
         digests=embeddings.options.digests,
     )
     return PendingSave(
@@ -107,13 +110,15 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         faults=faults,
         extract_secs=time.perf_counter() - started,
         processes_secs=embeddings.options.processes_secs,
+        fsync=embeddings.options.fsync,
+        workers=embeddings.workers or Workers(),
     )
 
 
-def _planned(split: Split, intent: Intent) -> Plans:
+def _planned(split: Split, intent: Intent, kind: Kind) -> Plans:
     return {
         group: {
-            field: choice.planned(intent.kind, restores=intent.restores)
+            field: choice.planned(kind, restores=intent.restores)
             for field, choice in choices.items()
         }
         for group, choices in split.codecs.items()

@@ -30,6 +30,9 @@ from deltackpt.storage import arrays
 
 #: Rows of held state are encoded in pieces of about this size.
 _HELD_PIECE_BYTES = arrays.CHUNK_BYTES
+#: Fewer bytes are copied faster than another thread begins.
+_INLINE_BYTES = 1 << 20
+_INLINE_PIECE_BYTES = 16 << 10
 #: Fewer rows are not worth a thread.
 _LEAST_SHARE = 4096
 
@@ -39,6 +42,8 @@ class TakenRows(Protocol):
 
     #: Set as soon as nothing of the training state is referred to any more.
     released: threading.Event
+    #: Whether what is written is the training state itself.
+    held: bool
 
     @property
     def segments(self) -> Sequence[SegmentSource]:
@@ -65,17 +70,19 @@ class TakenRows(Protocol):
 class CopiedRows:
     """Rows on their way to memory of their own; see ``TakenRows``."""
 
+    held = False
+
     def __init__(
         self,
         segments: Sequence[SegmentSource],
-        codecs_of: Callable[[str], Mapping[str, Codec]],
+        codecs_of: Callable[[SegmentSource], Mapping[str, Codec]],
         staging: Staging,
     ):
         """Starts the copies.
 
         Args:
           segments: what to copy.
-          codecs_of: group to field name to codec: lossy ones encode on accelerators.
+          codecs_of: of a segment, field name to codec: lossy ones encode on accelerators.
           staging: whose memory holds them, and whose threads copy.
         """
         self.released = threading.Event()
@@ -87,7 +94,7 @@ class CopiedRows:
                 if segment.on_host:
                     self._coming.append(copying(segment, staging))
                 else:
-                    self._coming.append(dispatched(segment, codecs_of(segment.group)))
+                    self._coming.append(dispatched(segment, codecs_of(segment)))
         except BaseException:
             self.release()
             raise
@@ -124,6 +131,8 @@ class CopiedRows:
 
 class HeldRows:
     """Rows that are read from the training state until they are written; see ``TakenRows``."""
+
+    held = True
 
     def __init__(self, segments: Sequence[SegmentSource]):
         """Makes them outlive donation: a device copy off the CPU, where views do already."""
@@ -251,6 +260,10 @@ def copying(segment: SegmentSource, staging: Staging) -> Copying:
     for name, source in segment.fields.items():
         out = staging.take((len(segment.rows), *source.trailing), source.dtype)
         fields[name] = out
+        # Threads that copy many small pieces would wait for each other's turn to run Python.
+        if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
+            source.gather(segment.rows, out)
+            continue
         share = max(_LEAST_SHARE, -(-len(segment.rows) // staging.THREADS))
         for start in range(0, len(segment.rows), share):
             part = slice(start, start + share)

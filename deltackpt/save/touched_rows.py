@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import google_crc32c
 import jax
@@ -14,42 +13,46 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.errors import TrackingError
-from deltackpt.format import blocks, manifest
+from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import GroupEntry, Layout
+from deltackpt.format.manifest import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save import extract
+from deltackpt.save.division import Batch, Division, StampsByTable, stamp_shards_of
 from deltackpt.state import ownership
 
-#: Table name to the place of each TouchState that has stamps of it, to these, (rows,).
-StampsByTable = Mapping[str, Mapping[str, Any]]
+#: Distinct shards of one array of stamps, by the rows that they hold.
+_Shards = Sequence[tuple[Span, Any]]
+
+
+class _Look(NamedTuple):
+    """What is to be looked at of one array of stamps: spans of a table, virtual ones of a group."""
+
+    stamps: Any
+    shards: _Shards
+    since: int
+    offset: int
+    spans: Sequence[Span]
 
 
 class Stamps:
     """The stamps of the rows of this process, by group; threads look for the touched ones."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        stamps: StampsByTable,
-        staging: Staging,
-        held: Mapping[str, tuple[Span, ...]],
-    ):
+    def __init__(self, division: Division, stamps: StampsByTable, staging: Staging):
         """Takes the stamps; looks at none.
 
         Args:
-          layout: tables and groups.
+          division: which rows this process reads.
           stamps: of every table.
           staging: whose threads look.
-          held: group to the virtual rows of it that this process reads.
         """
-        self._layout = layout
+        self._division = division
+        self._layout = division.layout
         self._stamps = stamps
         self._staging = staging
-        self._shards: dict[tuple[str, str], list[tuple[Span, Any]]] = {}
-        self._looking: dict[str, list[list[concurrent.futures.Future[np.ndarray]]]] = {}
+        self._looking: dict[str, list[Callable[[], np.ndarray]]] = {}
         self._rows: dict[str, np.ndarray] = {}
-        self._spans = held
+        self._spans = division.held
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -64,25 +67,29 @@ class Stamps:
         """
         self._rows = {}
         for group in self._layout.groups:
-            rows = blocks.rows_of(self._spans[group.name])
-            self._looking[group.name] = []
-            for table in manifest.members(group, self._layout.tables):
-                held = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
-                if len(held):
-                    spans = [(a - table.offset, b - table.offset) for a, b in blocks.spans_of(held)]
-                    self._looking[group.name].append(
-                        [
-                            self._staging.submit(
-                                _touched_rows,
-                                stamps,
-                                self._shards_of(table.name, place),
-                                since[place],
-                                table.offset,
-                                spans,
-                            )
-                            for place, stamps in self._stamps[table.name].items()
-                        ]
-                    )
+            looking = self._looking[group.name] = []
+            for tables in self._division.batches[group.name]:
+                looking.append(self._look_at(tables, since))
+
+    def _look_at(self, tables: Batch, since: Mapping[str, int]) -> Callable[[], np.ndarray]:
+        """What gives the touched rows of some tables; threads are at it where that helps."""
+        if tables.end_to_end:
+            [place] = self.places
+            stamps = [
+                shard
+                for table, _ in tables.tables
+                for _, shard in self._shards_of(table.name, place)
+            ]
+            start = tables.tables[0][0].offset
+            # A thread would only wait for its turn to run Python.
+            return functools.partial(_look_through, stamps, since[place], start)
+        looks = []
+        for table, spans in tables.tables:
+            looks.append([])
+            for place, stamps in self._stamps[table.name].items():
+                shards = self._shards_of(table.name, place)
+                looks[-1].append(_Look(stamps, shards, since[place], table.offset, spans))
+        return self._staging.submit(_look_all, looks).result
 
     def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
         """The touched rows within some spans, virtual, int64 ascending; ``look`` comes first.
@@ -93,7 +100,7 @@ class Stamps:
           TrackingError: stamps of the rows are on other processes.
         """
         if group not in self._rows:
-            parts = [_union([look.result() for look in looks]) for looks in self._looking[group]]
+            parts = [look() for look in self._looking[group]]
             self._rows[group] = np.concatenate(parts) if parts else np.empty(0, np.int64)
         rows = self._rows[group]
         if spans == self._spans[group]:
@@ -106,10 +113,10 @@ class Stamps:
 
         Stamps that a TouchState does not have, or not on this process, are -1.
         """
-        members = manifest.members(group, self._layout.tables)
+        members = self._division.members[group.name]
         found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
-        starts = [table.offset for table in members]
-        for number in np.unique(np.searchsorted(starts, rows, "right") - 1):
+        starts = self._division.offsets[group.name]
+        for number in blocks.distinct(np.searchsorted(starts, rows, "right") - 1).tolist():
             table = members[number]
             for place in self._stamps.get(table.name, {}):
                 for (first, last), shard in self._shards_of(table.name, place):
@@ -143,10 +150,26 @@ class Stamps:
                         found[f"{table.name}[{span[0]}:{span[1]}]@{place}"] = looking
         return {key: looking.result() for key, looking in found.items()}
 
-    def _shards_of(self, table: str, place: str) -> list[tuple[Span, Any]]:
-        if (table, place) not in self._shards:
-            self._shards[table, place] = _stamp_shards(self._stamps[table][place])
-        return self._shards[table, place]
+    def _shards_of(self, table: str, place: str) -> _Shards:
+        stamps = self._stamps[table][place]
+        return [
+            (span, ownership.shard_data(stamps, shard))
+            for span, shard in self._division.stamp_shards[table][place]
+        ]
+
+
+def _look_all(tables: Sequence[Sequence[_Look]]) -> np.ndarray:
+    """The touched rows of some tables, in their order; each may have several arrays of stamps."""
+    return np.concatenate([_union([_touched_rows(*look) for look in looks]) for looks in tables])
+
+
+def _look_through(stamps: Sequence[Any], since_clock: int, start: int) -> np.ndarray:
+    """The touched rows of stamps that lie end to end from a virtual row on, in host memory.
+
+    A call of numpy for each table would take longer than looking at a small one.
+    """
+    found = np.concatenate(list(map(np.asarray, stamps))) > since_clock
+    return found.nonzero()[0] + np.int64(start)
 
 
 def touched_rows(stamps: Any, since_clock: int, offset: int, spans: Sequence[Span]) -> np.ndarray:
@@ -161,7 +184,10 @@ def touched_rows(stamps: Any, since_clock: int, offset: int, spans: Sequence[Spa
     Raises:
       TrackingError: stamps of these rows are on other processes.
     """
-    return _touched_rows(stamps, _stamp_shards(stamps), since_clock, offset, spans)
+    shards = [
+        (span, ownership.shard_data(stamps, shard)) for span, shard in stamp_shards_of(stamps)
+    ]
+    return _touched_rows(stamps, shards, since_clock, offset, spans)
 
 
 def _touched_rows(
@@ -171,6 +197,9 @@ def _touched_rows(
     offset: int,
     spans: Sequence[Span],
 ) -> np.ndarray:
+    if len(spans) == len(shards) == 1 and spans[0] == shards[0][0]:
+        (start, stop), shard = shards[0]
+        return _touched_in(shard, since_clock, 0, stop - start) + np.int64(start + offset)
     found = [np.empty(0, np.int64)]
     for start, stop in spans:
         for (first, last), shard in shards:
@@ -188,22 +217,11 @@ def _touched_rows(
     return np.concatenate(found)
 
 
-def _stamp_shards(stamps: Any) -> list[tuple[Span, Any]]:
-    """The distinct shards of stamps on this process, by the rows that they hold."""
-    if not isinstance(stamps, jax.Array):
-        return [((0, stamps.shape[0]), stamps)]
-    held = {shard.device: shard.data for shard in stamps.addressable_shards}
-    by_rows = {
-        box.rows: held[device]
-        for device, box in ownership.boxes(stamps.sharding, stamps.shape).items()
-    }
-    return sorted(by_rows.items(), key=lambda item: item[0])
-
-
 def _touched_in(stamps: Any, since_clock: int, start: int, stop: int) -> np.ndarray:
     """Rows of ``[start, stop)`` of one shard stamped after the clock."""
     if extract.on_host(stamps):
-        return np.flatnonzero(np.asarray(stamps)[start:stop] > since_clock) + start
+        found = (np.asarray(stamps)[start:stop] > since_clock).nonzero()[0]
+        return found + start if start else found
     count = int(_count_touched(stamps, since_clock))
     rows = np.asarray(_touched(stamps, since_clock, size=extract.bucket(count)))[:count]
     return rows[(rows >= start) & (rows < stop)].astype(np.int64)

@@ -90,7 +90,8 @@ class Compactor:
         if newest is None or newest == self._looked:
             return
         self._looked = newest
-        deltas = len(saves.read_chain(self._root.step_dir(newest), self._options.item)) - 1
+        read = saves.read_chain(self._root.step_dir(newest), self._options.item)
+        deltas = sum(save.info.kind == "delta" for save in read)
         if deltas >= self._after:
             self._says = f"folds step {newest}"
             done = compact.compact(

@@ -310,7 +310,8 @@ class Follower:
         assert tables is not None
         chain = (*before, *(save.info for save in saves))
         if not before:
-            reader.check_covered(saves[0], tables.targets, reader.pieces(saves[0], tables.targets))
+            work = [reader.pieces(save, tables.targets) for save in saves]
+            reader.check_covered(saves, tables.targets, work)
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deltackpt.errors import (
@@ -11,7 +12,11 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import Layout
 from deltackpt.state import paths
+from deltackpt.state.remembered import ByLayout
 from deltackpt.state.touch_state import Marks, TouchState
+
+#: Table name to the key of its stamps, by layout and by the stamps' names and lengths.
+_matched: ByLayout[dict[str, str]] = ByLayout()
 
 
 def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
@@ -63,23 +68,28 @@ def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
     Raises:
       TrackingError: two tables share stamps, or the numbers of rows differ.
     """
+    lengths = tuple([(name, stamps.shape[0]) for name, stamps in touched.stamps.items()])
+    return _matched.get(layout, lengths, lambda: _find_matched(dict(lengths), layout))
+
+
+def _find_matched(lengths: Mapping[str, int], layout: Layout) -> dict[str, str]:
     found: dict[str, str] = {}
     for table in layout.tables:
         steps = table.name.split("/")
         ends = ("/".join(steps[i:]) for i in range(len(steps)))
-        key = next((end for end in ends if end in touched.stamps), None)
+        key = next((end for end in ends if end in lengths), None)
         if key is None:
             continue
         found[table.name] = key
-        rows = touched.stamps[key].shape[0]
+        rows = lengths[key]
         if rows != table.rows:
             raise TrackingError(
                 f"table {table.name}: expected {table.rows} stamps, found {rows} under {key!r}; "
                 "initialise the TouchState again with the tables as they are"
             )
-    for key in found.values():
-        sharing = [name for name, other in found.items() if other == key]
-        if len(sharing) > 1:
+    for key, count in collections.Counter(found.values()).items():
+        if count > 1:
+            sharing = [name for name, other in found.items() if other == key]
             raise TrackingError(
                 f"stamps {key!r} fit more than one table:\n{paths.listed(sharing)}\n"
                 "name the stamps by the tables' whole paths"

@@ -33,17 +33,21 @@ _REMEMBERED = 1 << 16
 _Cell = tuple[int, int]
 
 
+#: In place of the number of a shard: the array itself is it.
+ITSELF = -1
+
+
 class Share(NamedTuple):
     """Rows that this process writes.
 
     Attributes:
       box: which of the table.
-      data: (rows, *trailing) of the shard that holds them, or more rows than that.
-      skip: the first row of ``data`` that is one of them.
+      shard: which of the array's addressable shards holds them, or ``ITSELF``.
+      skip: how many rows of that lie before them.
     """
 
     box: Box
-    data: Any
+    shard: int
     skip: int
 
 
@@ -56,7 +60,7 @@ class _Owned(NamedTuple):
 
 
 def shares(leaf: Any, stamps: Any = None, *, turn: int = 0) -> Iterator[Share]:
-    """What this process writes of one field of one table.
+    """What this process writes of one field of one table; the same for every array of its kind.
 
     Args:
       leaf: (rows, *trailing), a jax.Array of any sharding. A numpy array is taken to be the same
@@ -74,13 +78,30 @@ def shares(leaf: Any, stamps: Any = None, *, turn: int = 0) -> Iterator[Share]:
         for number, owner in enumerate(owners):
             span = _part((0, rows), number, len(owners))
             if owner == processes.index() and span[0] < span[1]:
-                yield Share(Box(span, columns), leaf, span[0])
+                yield Share(Box(span, columns), ITSELF, span[0])
         return
     known = stamps.sharding if isinstance(stamps, jax.Array) else None
-    data = {shard.device: shard.data for shard in leaf.addressable_shards}
+    shard_of = _shard_numbers(leaf)
     here = processes.index()
     for owned in _owned(leaf.sharding, known, leaf.shape, row_bytes, turn, here):
-        yield Share(owned.box, data[owned.device], owned.skip)
+        yield Share(owned.box, shard_of[owned.device], owned.skip)
+
+
+def shard_boxes(array: jax.Array) -> dict[Box, int]:
+    """The distinct boxes of this process, each with the number of a shard that holds it."""
+    shard_of = _shard_numbers(array)
+    return {box: shard_of[device] for device, box in boxes(array.sharding, array.shape).items()}
+
+
+def _shard_numbers(array: jax.Array) -> dict[Any, int]:
+    if len(array.sharding.device_set) == 1:
+        return dict.fromkeys(array.sharding.device_set, ITSELF)
+    return {shard.device: number for number, shard in enumerate(array.addressable_shards)}
+
+
+def shard_data(array: Any, shard: int) -> Any:
+    """One shard of an array: see ``Share.shard``."""
+    return array if shard == ITSELF else array.addressable_shards[shard].data
 
 
 def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:

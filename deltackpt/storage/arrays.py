@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zarr v3 arrays: written through TensorStore, read straight into the caller's memory.
+"""Zarr v3 arrays: what they are, and how they are read straight into the caller's memory.
 
 Every chunk ends in its own CRC32C. The shapes are those of the ``ArrayEntry`` in the manifest,
 since ``zarr.json`` has no checksum. An uncompressed chunk goes from the store into its final
@@ -8,56 +8,36 @@ place, of a local file by ``preadv`` from the page cache; anything else goes thr
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import functools
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import google_crc32c
 import numpy as np
 import tensorstore as ts
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.manifest import ArrayEntry
-from deltackpt.storage import files
+from deltackpt.resources.memory import ALIGNMENT
+from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.store import Missing, Spot, spot
 
 #: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.
 CHUNK_BYTES = 16 << 20
-#: A read of some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
-BLOCK_BYTES = 128 << 10
-_CRC_BYTES = 4
 #: What an operating system says of a name behind which no chunk can be, or none that can be had:
 #: an older step may do. A want of descriptors or of memory is none of it.
 _UNOPENED = (
     *(errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG),
     *(errno.EIO, errno.ESTALE, errno.EROFS),
 )
-_CRC_PIECE_BYTES = 4 << 20
-#: Chunks of one array on their way to the disk: enough to keep it busy, 64 MiB of memory.
-_WRITES_IN_FLIGHT = 4
 _ZSTD_LEVEL = 3
 #: Higher levels gain nothing on byte planes of floats.
 _PLANES_ZSTD_LEVEL = 1
-#: By kind of dtype, in the JSON of Zarr v3; 0 for all others.
-_FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0]}
-
-
-class ChunkSums(NamedTuple):
-    """Checksums of a chunk.
-
-    Attributes:
-      crc32c: of all its bytes; they stand behind them.
-      blocks: those of each ``BLOCK_BYTES`` of it, uint32 little endian; empty where not known.
-    """
-
-    crc32c: int
-    blocks: bytes = b""
+#: By kind of dtype, in the JSON of Zarr v3.
+_FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0], "f": 0.0}
 
 
 def array_entry(
@@ -83,6 +63,11 @@ def array_entry(
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         # Equal chunks: a last one that is cut short would still be stored at full length.
         chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
+        if chunk_rows < shape[0]:
+            # Chunks of rows that lie one after the other are written from where they are.
+            even_rows = ALIGNMENT // math.gcd(ALIGNMENT, nbytes // shape[0])
+            if even_rows <= chunk_rows // 16:
+                chunk_rows = -(-chunk_rows // even_rows) * even_rows
     return ArrayEntry(
         name=name,
         shape=shape,
@@ -93,140 +78,10 @@ def array_entry(
     )
 
 
-def write_array(
-    directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool
-) -> dict[str, ChunkSums]:
-    """Writes a new array from its pieces in order; see ``ArrayWriter``."""
-    writer = ArrayWriter(directory, entry, fsync=fsync)
-    for piece in pieces:
-        writer.write(piece)
-    return writer.finish()
-
-
-class ArrayWriter:
-    """Writes a new array piece by piece; only chunks of several pieces are copied."""
-
-    def __init__(
-        self,
-        directory: Path,
-        entry: ArrayEntry,
-        *,
-        fsync: bool,
-        in_flight: int = _WRITES_IN_FLIGHT,
-    ):
-        """Makes the array.
-
-        Args:
-          directory: the array's directory; it is made.
-          entry: what the array is.
-          fsync: whether every file of the array, and its name, is on disk before ``finish``
-            returns.
-          in_flight: most chunks on their way to the disk, each in memory of its own.
-
-        Raises:
-          StorageError: the store refused.
-        """
-        self._directory = directory
-        self._entry = entry
-        self._in_flight = in_flight
-        self._done = 0
-        #: The first ``held`` rows of a chunk that comes in several pieces.
-        self._chunk: np.ndarray | None = None
-        self._held = 0
-        self._writes: collections.deque[ts.WriteFutures] = collections.deque()
-        self._checksums: dict[str, ChunkSums] = {}
-        with _refusals(directory):
-            self._store = ts.open(
-                _spec(spot(directory), entry), create=True, context=_context(fsync)
-            ).result()
-
-    def write(self, rows: np.ndarray) -> None:
-        """Appends rows, (n, *trailing); their memory may be reused when this returns.
-
-        Raises:
-          StorageError: the store refused.
-        """
-        chunk_rows = self._entry.chunk_rows
-        while len(rows):
-            taken = min(len(rows), chunk_rows - self._held)
-            if taken == chunk_rows:
-                self._write_chunk(rows[:taken])
-            else:
-                if self._chunk is None:
-                    self._chunk = np.empty((chunk_rows, *self._entry.shape[1:]), rows.dtype)
-                self._chunk[self._held : self._held + taken] = rows[:taken]
-                self._held += taken
-                if self._held == chunk_rows:
-                    self._write_held()
-            rows = rows[taken:]
-
-    def finish(self) -> dict[str, ChunkSums]:
-        """Waits until everything is written.
-
-        Returns:
-          Chunk path below the directory to its checksums, computed from the memory that was
-          written; empty where chunks are compressed.
-
-        Raises:
-          StorageError: the store refused, or the memory changed while it was written.
-        """
-        if self._held:
-            self._write_held()
-        with _refusals(self._directory):
-            while self._writes:
-                self._writes.popleft().result()
-        if self._done != self._entry.shape[0]:
-            raise ValueError(
-                f"{self._entry.name}: expected {self._entry.shape[0]} rows, found {self._done}"
-            )
-        for name, sums in self._checksums.items():
-            _check_written(self._directory / name, sums.crc32c)
-        return self._checksums
-
-    def remove(self) -> None:
-        """Gives the array up: waits for what is under way and removes what was written.
-
-        Raises:
-          StorageError: the store refused.
-        """
-        with _refusals(self._directory):
-            while self._writes:
-                self._writes.popleft().result()
-            shutil.rmtree(self._directory)
-
-    def _write_held(self) -> None:
-        assert self._chunk is not None
-        self._write_chunk(self._chunk[: self._held])
-        self._held = 0
-
-    def _write_chunk(self, chunk: np.ndarray) -> None:
-        with _refusals(self._directory):
-            if len(self._writes) == self._in_flight:
-                self._writes.popleft().result()
-            if not self._entry.compressed:
-                number = self._done // self._entry.chunk_rows
-                name = chunk_name(self._entry, number)
-                self._checksums[name] = _chunk_sums(self._entry, chunk)
-            write = self._store[self._done : self._done + len(chunk)].write(chunk)
-            self._writes.append(write)
-            write.copy.result()  # The caller may reuse the memory.
-        self._done += len(chunk)
-
-
-@contextlib.contextmanager
-def _refusals(directory: Path) -> Iterator[None]:
-    """Raises what the store refuses as a StorageError."""
-    with files.typed_errors(directory, "write"):
-        try:
-            yield
-        except ValueError as error:
-            raise _store_error(directory, error) from error
-
-
 def chunk_bytes(entry: ArrayEntry) -> int:
     """Bytes of a file of an uncompressed chunk, its CRC32C included."""
     row_bytes = int(np.prod(entry.shape[1:], dtype=np.int64)) * np.dtype(entry.dtype).itemsize
-    return entry.chunk_rows * row_bytes + _CRC_BYTES
+    return entry.chunk_rows * row_bytes + CRC_BYTES
 
 
 def read_array(
@@ -288,34 +143,6 @@ def chunk_name(entry: ArrayEntry, chunk: int) -> str:
     return "/".join(("c", str(chunk), *("0" for _ in entry.shape[1:])))
 
 
-def _chunk_sums(entry: ArrayEntry, rows: np.ndarray) -> ChunkSums:
-    """Checksums of a chunk; the last one is stored at full length, filled up with zeros."""
-    data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
-    total = chunk_bytes(entry) - _CRC_BYTES
-    crc, blocks = 0, []
-    for start in range(0, total, BLOCK_BYTES):
-        length = min(BLOCK_BYTES, total - start)
-        block = data[start : start + length]
-        if len(block) < length:
-            block = np.concatenate([block, np.zeros(length - len(block), np.uint8)])
-        blocks.append(crc32c(block))
-        crc = crc32c(block, crc)
-    return ChunkSums(crc, np.array(blocks, "<u4").tobytes())
-
-
-def _check_written(path: Path, expected: int) -> None:
-    """Checks that a chunk was written from the memory that its CRC32C was computed from."""
-    with files.typed_errors(path, "read back"), open(path, "rb", buffering=0) as file:
-        file.seek(-_CRC_BYTES, os.SEEK_END)
-        found = int.from_bytes(file.read(_CRC_BYTES), "little")
-    if found != expected:
-        raise StorageError(
-            f"{path}: expected the chunk with crc32c {expected:08x}, found {found:08x}: the arrays "
-            "changed while they were written; do not write into numpy leaves, nor donate with "
-            'base_snapshot="hold", before the save has released them. Nothing was committed'
-        )
-
-
 def _known_sums(at: Spot, sums: ChunkSums | None) -> ChunkSums:
     if sums is None:
         raise Damaged(at.shown(7), "a chunk that the digests name", "a chunk that they do not")
@@ -324,9 +151,9 @@ def _known_sums(at: Spot, sums: ChunkSums | None) -> ChunkSums:
 
 def _check_place(at: Spot, expected: int) -> None:
     """Checks that a chunk is the one that was written there."""
-    tail = bytearray(_CRC_BYTES)
+    tail = bytearray(CRC_BYTES)
     with _chunk(at):
-        at.store.read_into(at.key, -_CRC_BYTES, [memoryview(tail)])
+        at.store.read_into(at.key, -CRC_BYTES, [memoryview(tail)])
     _check_tail(at, tail, expected)
 
 
@@ -361,7 +188,7 @@ def _read_chunk(at: Spot, out: np.ndarray, sums: ChunkSums | None, *, padding_ro
     """Reads a whole chunk: rows, padding of the last chunk, CRC32C of both."""
     data = out.reshape(-1).view(np.uint8)
     padding_bytes = padding_rows * (data.nbytes // max(1, len(out)))
-    tail = np.empty(_CRC_BYTES, np.uint8)
+    tail = np.empty(CRC_BYTES, np.uint8)
     padding = np.empty(padding_bytes, np.uint8)
     with _chunk(at):
         at.store.read_into(at.key, 0, [part.data for part in (data, padding, tail)], whole=True)
@@ -378,7 +205,7 @@ def _read_blocks(
 ) -> None:
     """Reads some rows of a chunk: the blocks that they lie in, those at the ends by a detour."""
     wanted = out.reshape(-1).view(np.uint8)
-    total = chunk_bytes(entry) - _CRC_BYTES
+    total = chunk_bytes(entry) - CRC_BYTES
     row_bytes = total // entry.chunk_rows
     start = first_row * row_bytes
     stop = start + wanted.nbytes
@@ -412,26 +239,13 @@ def _read_blocks(
             wanted[low - start : high - start] = part[low - begin : high - begin]
 
 
-def crc32c(data: np.ndarray, crc: int = 0) -> int:
-    """CRC32C of a contiguous array's bytes after ``crc``, without a copy (measured 31 GB/s).
-
-    The interpreter's lock is held meanwhile, so long arrays are taken in pieces.
-    """
-    view = data.reshape(-1).view(np.uint8)
-    view.flags.writeable = False
-    for start in range(0, len(view), _CRC_PIECE_BYTES):
-        piece = view[start : start + _CRC_PIECE_BYTES]
-        crc = google_crc32c.extend(crc, piece)  # pyright: ignore[reportArgumentType]
-    return crc
-
-
 def _read_through_tensorstore(
     directory: Spot, entry: ArrayEntry, start: int, stop: int, out: np.ndarray, at: Spot
 ) -> None:
-    spec = _spec(directory, entry)
+    spec = spec_of(directory, entry)
     try:
         # The manifest is the truth: zarr.json is not read.
-        store = ts.open(spec, open=True, assume_metadata=True, context=_context(False)).result()
+        store = ts.open(spec, open=True, assume_metadata=True, context=unsynced()).result()
         ts.array(out).write(store[start:stop]).result()
     except (ValueError, OSError) as error:
         if not at.is_file():
@@ -440,27 +254,25 @@ def _read_through_tensorstore(
         raise Damaged(at.shown(7), "a chunk with its checksum", found) from error
 
 
-def _store_error(directory: Path, error: ValueError) -> Exception:
-    """TensorStore reports what the operating system refused as a ValueError with its words."""
-    text = str(error)
-    for words, number in (
-        ("No space left", 28),
-        ("Disk quota", 122),
-        ("Read-only", 30),
-        ("Permission denied", 13),
-        ("Input/output error", 5),
-    ):
-        if words in text:
-            return OSError(number, os.strerror(number), str(directory))
-    return error
-
-
 @functools.cache
-def _context(fsync: bool) -> Any:
-    return ts.Context({"file_io_sync": fsync})
+def unsynced() -> Any:
+    """TensorStore's context in which nothing is forced to disk."""
+    return ts.Context({"file_io_sync": False})
 
 
-def _spec(directory: Spot, entry: ArrayEntry) -> dict[str, Any]:
+def spec_of(directory: Spot, entry: ArrayEntry) -> dict[str, Any]:
+    """An array as TensorStore's Zarr v3 driver opens it."""
+    return {
+        "driver": "zarr3",
+        "kvstore": directory.kvstore(),
+        "metadata": metadata_of(entry),
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+
+
+def metadata_of(entry: ArrayEntry) -> dict[str, Any]:
+    """An array as Zarr v3 describes it, but for what is the same for all."""
     codecs: list[dict[str, Any]] = [{"name": "bytes"}]
     if np.dtype(entry.dtype).itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
@@ -473,15 +285,9 @@ def _spec(directory: Spot, entry: ArrayEntry) -> dict[str, Any]:
     codecs.append({"name": "crc32c"})
     grid = {"chunk_shape": [entry.chunk_rows, *entry.shape[1:]]}
     return {
-        "driver": "zarr3",
-        "kvstore": directory.kvstore(),
-        "metadata": {
-            "shape": list(entry.shape),
-            "chunk_grid": {"name": "regular", "configuration": grid},
-            "data_type": entry.dtype,
-            "codecs": codecs,
-            "fill_value": _FILL_VALUES.get(np.dtype(entry.dtype).kind, 0),
-        },
-        "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
+        "shape": list(entry.shape),
+        "chunk_grid": {"name": "regular", "configuration": grid},
+        "data_type": entry.dtype,
+        "codecs": codecs,
+        "fill_value": _FILL_VALUES.get(np.dtype(entry.dtype).kind, 0),
     }

@@ -25,9 +25,9 @@ import numpy as np
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, names, records
-from deltackpt.format.manifest import ArrayEntry, Manifest
-from deltackpt.storage import arrays, files
-from deltackpt.storage.arrays import ChunkSums
+from deltackpt.format.manifest import Manifest
+from deltackpt.storage import files
+from deltackpt.storage.crc import BLOCK_BYTES, crc32c
 from deltackpt.storage.store import Spot, spot
 
 _MAGIC = "deltackpt.digests"
@@ -48,7 +48,7 @@ class Digest(NamedTuple):
       crc32c: CRC32C of all bytes but the last four.
       tail: the last four bytes (fewer in a shorter file) as a little-endian number; of a chunk
         this is the chunk's own CRC32C.
-      blocks: CRC32Cs of the blocks of a chunk; see ``arrays.ChunkSums``.
+      blocks: CRC32Cs of the blocks of a chunk; see ``crc.ChunkSums``.
     """
 
     length: int
@@ -69,7 +69,7 @@ class Digests:
 
     files: dict[str, tuple[int, int, int]]
     blocks: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    block_bytes: int = arrays.BLOCK_BYTES
+    block_bytes: int = BLOCK_BYTES
 
     @classmethod
     def of(cls, digests: Mapping[str, Digest]) -> Digests:
@@ -81,7 +81,7 @@ class Digests:
 
     def digest(self, name: str) -> Digest:
         """Digest of a file; without its blocks where they have another length than ours."""
-        known = self.block_bytes == arrays.BLOCK_BYTES
+        known = self.block_bytes == BLOCK_BYTES
         return Digest(*self.files[name], self.blocks.get(name, b"") if known else b"")
 
 
@@ -111,23 +111,6 @@ def digest_tree(
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-digest") as pool:
         digests = pool.map(lambda name: digest_file(directory / name), wanted)
         return dict(zip(wanted, digests, strict=True))
-
-
-def chunk_digests(
-    below: str, entry: ArrayEntry, checksums: Mapping[str, ChunkSums]
-) -> dict[str, Digest]:
-    """Digests of the chunks that ``storage.arrays`` wrote, without reading them.
-
-    Args:
-      below: posix path of the array's directory.
-      entry: what the array is.
-      checksums: the chunks' paths below it and checksums.
-    """
-    length = arrays.chunk_bytes(entry)
-    return {
-        f"{below}/{name}": Digest(length, sums.crc32c, sums.crc32c, sums.blocks)
-        for name, sums in checksums.items()
-    }
 
 
 def digests_bytes(digests: Digests) -> bytes:
@@ -297,11 +280,11 @@ def digest_file(
         piece = buffer[: min(body - start, _READ_BYTES)]
         last = [memoryview(tail)] if start + len(piece) == body else []
         at.store.read_into(at.key, start, [piece.data, *last])
-        crc = arrays.crc32c(piece, crc)
+        crc = crc32c(piece, crc)
         if blocks:
-            starts = range(0, len(piece), arrays.BLOCK_BYTES)
-            ends = (min(start + arrays.BLOCK_BYTES, len(piece)) for start in starts)
-            found += [arrays.crc32c(piece[start:end]) for start, end in zip(starts, ends)]
+            starts = range(0, len(piece), BLOCK_BYTES)
+            ends = (min(start + BLOCK_BYTES, len(piece)) for start in starts)
+            found += [crc32c(piece[start:end]) for start, end in zip(starts, ends)]
         on_bytes(len(piece))
     if not body:
         at.store.read_into(at.key, 0, [memoryview(tail)])
@@ -311,8 +294,8 @@ def digest_file(
 
 def digest_bytes(data: bytes) -> Digest:
     """Digest of a file with such contents."""
-    body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
-    return Digest(len(data), google_crc32c.value(body), int.from_bytes(tail, "little"))
+    body = np.frombuffer(data, np.uint8)[:-_TAIL_BYTES]
+    return Digest(len(data), crc32c(body), int.from_bytes(data[-_TAIL_BYTES:], "little"))
 
 
 def _problem(

@@ -114,12 +114,13 @@ def length(path: Path, name: str) -> int:
     return found.st_size
 
 
-def object_name(path: PurePath, components: int = 3) -> str:
+def object_name(path: PurePath | str, components: int = 3) -> str:
     """The last components of a path: enough to find it in a checkpoint directory."""
-    first = max(0, len(path.parts) - components)
-    if first and path.parts[first - 1] == names.COMPACTED:
+    parts = path.split("/") if isinstance(path, str) else path.parts
+    first = max(0, len(parts) - components)
+    if first and parts[first - 1] == names.COMPACTED:
         first -= 1  # Not what it stands for.
-    return "/".join(path.parts[first:])
+    return "/".join(parts[first:])
 
 
 def write_atomic(
@@ -179,21 +180,25 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_tree(directory: Path, *, folders_only: bool = False) -> None:
+def fsync_tree(
+    directory: Path, *, folders_only: bool = False, while_others_write: bool = False
+) -> None:
     """Forces every file and directory below ``directory``, and itself, to disk.
 
     Args:
       directory: where.
       folders_only: the files are on disk already, their names may not be.
+      while_others_write: whether what was listed may be gone when its turn comes.
 
     Raises:
       StorageError: the store refused.
     """
+    gone = (FileNotFoundError,) if while_others_write else ()
     with typed_errors(directory, "force to disk"):
         for folder, _, inside in os.walk(directory, topdown=False):
-            for name in () if folders_only else inside:
-                fsync_path(Path(folder, name))
-            fsync_path(Path(folder))
+            for name in (*(() if folders_only else inside), ""):
+                with contextlib.suppress(*gone):
+                    fsync_path(Path(folder, name))
 
 
 def rename(source: Path, target: Path, *, fsync: bool) -> None:
@@ -208,7 +213,8 @@ def rename(source: Path, target: Path, *, fsync: bool) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Removes a directory and what is in it; nothing is wrong where it is gone already."""
-    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # Which it does not ignore where a directory is closed.
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def tree_bytes(directory: Path) -> int:

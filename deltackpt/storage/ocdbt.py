@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Databases of TensorStore's OCDBT format as Orbax lays them out, written by one transaction each.
 
-Nothing but ``save.dense_layout`` uses it yet. Every process writes the database ``ocdbt.process_K``
-below the item; process 0 then copies references to all values into the item's own, atomically. One
-transaction makes few files and starts no thread, where Orbax's handler commits once for each array.
-TensorStore merges without a word what is incomplete, so that the keys are compared with what the
-arrays' descriptions imply before the merge is committed. Nothing is forced to disk here: the caller
-forces the files that are returned.
+One process writes the item's database. Of several, each writes ``ocdbt.process_K`` below the item;
+process 0 then copies references to all values into the item's own, atomically. One transaction
+makes few files and starts no thread, where Orbax's handler commits once for each array. TensorStore
+merges without a word what is incomplete, so that the keys are compared with what the arrays'
+descriptions imply before the merge is committed.
+
+TensorStore makes a database in memory, where large values are references to the leaves' copies, and
+the batch of the step writes its files: through TensorStore 5 MB cost 14 ms of CPU, most of it for
+fresh pages of the page cache, and 5 ms so.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from deltackpt.errors import Disagreement, StorageError
+from deltackpt.storage.batch import FileBatch
 
 #: What describes an array, below its name.
 ZARRAY = ".zarray"
@@ -29,6 +33,7 @@ ZARRAY = ".zarray"
 #: instead of 2.2, 16 MiB 5 instead of 26.
 REFERENCED_BYTES = 1 << 20
 _TARGET_DATA_FILE_BYTES = 64 << 20
+_MANIFEST = b"manifest.ocdbt"
 _CONFIG = {
     "max_inline_value_bytes": 1024,
     "max_decoded_node_bytes": 100_000_000,
@@ -88,23 +93,20 @@ def implied(described: dict[str, bytes]) -> set[str]:
     return keys
 
 
-def write(item: Path, process: int, values: Collection[Value]) -> list[Path]:
+def write(directory: Path, values: Collection[Value], batch: FileBatch) -> None:
     """Writes the values of this process in one transaction.
 
     Args:
-      item: the item's directory, which exists.
-      process: the index of this process.
+      directory: the item's, or of one of several processes ``process_directory``.
       values: what it writes; without any, no file is made.
-
-    Returns:
-      The files written, to be forced by the caller, and their directories.
+      batch: what the files are written with.
 
     Raises:
       StorageError: the store refused.
     """
-    directory = process_directory(item, process)
+    context = ts.Context()
     with _refusals(directory):
-        store = _open(directory, _context())
+        store = _open({"driver": "memory"}, context)
         writes = []
         with ts.Transaction(atomic=True) as transaction:
             within = store.with_transaction(transaction)
@@ -116,19 +118,27 @@ def write(item: Path, process: int, values: Collection[Value]) -> list[Path]:
                     writes.append(within.write(key, raw))
             for pending in writes:
                 pending.result()
-    return files_below(directory)
+        made = ts.KvStore.open({"driver": "memory"}, context=context).result()
+        # The manifest, which refers to the others, last.
+        paths = sorted(made.list().result(), key=lambda path: (path == _MANIFEST, path))
+    for path in paths:
+        with _refusals(directory):
+            data = made.read(path).result().value
+            made.write(path, None).result()  # Its memory is given back.
+        file = directory / path.decode()
+        batch.make(file.parent)
+        batch.write(file, data)
 
 
-def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> list[Path]:
+def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> None:
     """Makes the item's database of those of the processes, all of which have reported.
+
+    Its files, and their directories, are left to the caller to force.
 
     Args:
       item: the item's directory.
       processes: the processes that may have written.
       names: all arrays of the item.
-
-    Returns:
-      The files written, to be forced by the caller.
 
     Raises:
       Disagreement: a value is missing, written twice or not expected; nothing was committed.
@@ -137,9 +147,9 @@ def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> list[
     context = _context()
     with _refusals(item):
         children = {
-            process: _open(process_directory(item, process), context)
+            process: _open(_files(process_directory(item, process)), context)
             for process in processes
-            if (process_directory(item, process) / "manifest.ocdbt").exists()
+            if (process_directory(item, process) / _MANIFEST.decode()).exists()
         }
         writers: dict[str, int] = {}
         described: dict[str, bytes] = {}
@@ -158,7 +168,7 @@ def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> list[
                     described[key.removesuffix(f"/{ZARRAY}")] = bytes(text)
         expected = implied(described) | {f"{name}/{ZARRAY}" for name in names}
         _check(item, expected, writers.keys())
-        parent = _open(item, context)
+        parent = _open(_files(item), context)
         transaction = ts.Transaction(atomic=True)
         within = parent.with_transaction(transaction)
         try:
@@ -169,20 +179,12 @@ def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> list[
             transaction.abort()
             raise
         transaction.commit_sync()
-    return [path for path in (item / "manifest.ocdbt", item / "d") if path.exists()] + [
-        path for path in sorted((item / "d").glob("*")) if path.is_file()
-    ]
 
 
 def read(item: Path) -> dict[str, bytes]:
     """All keys and values of a database; for tests and for looking."""
-    store = _open(item, _context())
+    store = _open(_files(item), _context())
     return {key.decode(): bytes(store.read(key).result().value) for key in store.list().result()}
-
-
-def files_below(directory: Path) -> list[Path]:
-    """A directory, if it exists, and everything below it, files and directories."""
-    return sorted([directory, *directory.rglob("*")]) if directory.exists() else []
 
 
 def _reference(within: ts.KvStore, key: str, data: np.ndarray) -> ts.WriteFutures:
@@ -228,15 +230,16 @@ def _context() -> ts.Context:
     return ts.Context({"file_io_sync": False})
 
 
-def _open(directory: Path, context: ts.Context) -> ts.KvStore:
+def _files(directory: Path) -> dict[str, Any]:
+    """Files as the base of a database; copies between databases need locks that do not rename."""
+    locking = {"mode": "non_atomic"}
+    return {"driver": "file", "path": f"{directory}/", "file_io_locking": locking}
+
+
+def _open(base: dict[str, Any], context: ts.Context) -> ts.KvStore:
     spec = {
         "driver": "ocdbt",
-        # Copies between databases need locks that do not rename.
-        "base": {
-            "driver": "file",
-            "path": f"{directory}/",
-            "file_io_locking": {"mode": "non_atomic"},
-        },
+        "base": base,
         "config": _CONFIG,
         "assume_config": True,
         "target_data_file_size": _TARGET_DATA_FILE_BYTES,

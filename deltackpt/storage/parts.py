@@ -10,7 +10,7 @@ speaks for all of them, so those of the others leave out what it says.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,44 +28,46 @@ from deltackpt.format.manifest import (
     Part,
     Segment,
 )
-from deltackpt.storage import arrays, digests, files
-from deltackpt.storage.arrays import ChunkSums
-from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage import arrays, digests, writer
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.digests import Digests
+
+#: Fewer gaps between rows are not worth a compressor's threads.
+_COMPRESSED_BYTES = 256 << 10
 
 
 class ArrayPlace(NamedTuple):
-    """Where the arrays of one segment go."""
+    """Where the arrays of one segment go.
+
+    Attributes:
+      item_dir: of the item, in a temporary directory.
+      process: which writes them.
+      segment: its name.
+      batch: what forces their files, and keeps their digests.
+    """
 
     item_dir: Path
     process: int
     segment: str
-    fsync: bool
+    batch: FileBatch
 
     def directory(self, array: str) -> Path:
         """Directory of one array."""
         return names.array_dir(self.item_dir, self.process, self.segment, array)
 
-    def stored(self, entry: ArrayEntry, checksums: Mapping[str, ChunkSums]) -> StoredArrays:
-        """An array that was written there, with what its writer says of its chunks."""
-        below = self.directory(entry.name).relative_to(self.item_dir).as_posix()
-        return StoredArrays((entry,), digests.chunk_digests(below, entry, checksums))
-
 
 class StoredArrays(NamedTuple):
-    """Arrays that were written, and the digests of their chunks by path below the item."""
+    """Arrays that were written, and the bytes of all their files."""
 
     entries: tuple[ArrayEntry, ...]
-    chunks: Mapping[str, Digest]
+    nbytes: int
 
     @classmethod
     def joined(cls, parts: Iterable[StoredArrays]) -> StoredArrays:
         """The arrays of all parts, in their order."""
-        entries: list[ArrayEntry] = []
-        chunks: dict[str, Digest] = {}
-        for part in parts:
-            entries += part.entries
-            chunks |= part.chunks
-        return cls(tuple(entries), chunks)
+        found = list(parts)
+        entries = tuple(entry for part in found for entry in part.entries)
+        return cls(entries, sum(part.nbytes for part in found))
 
 
 class StoredField(NamedTuple):
@@ -73,13 +75,6 @@ class StoredField(NamedTuple):
 
     arrays: StoredArrays
     encoding: Encoding
-
-
-class StoredSegment(NamedTuple):
-    """A segment that was written, and the digests of its chunks by path below the item."""
-
-    record: Segment
-    chunks: Mapping[str, Digest]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,19 +106,23 @@ class WrittenPart(NamedTuple):
     crc32c: int
 
 
-def write_array(place: ArrayPlace, entry: ArrayEntry, pieces: Iterator[np.ndarray]) -> StoredArrays:
-    """Writes one array as it is; see ``arrays.write_array``."""
-    checksums = arrays.write_array(place.directory(entry.name), entry, pieces, fsync=place.fsync)
-    return place.stored(entry, checksums)
+def write_array(
+    place: ArrayPlace, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+) -> StoredArrays:
+    """Writes one array as it is; see ``writer.write_array``."""
+    directory = place.directory(entry.name)
+    nbytes = writer.write_array(directory, entry, pieces, place.batch, held=held)
+    return StoredArrays((entry,), nbytes)
 
 
 def write_rows(place: ArrayPlace, rows: blocks.Rows) -> StoredArrays:
     """Writes which rows a segment holds, where ranges do not say it."""
     if not isinstance(rows, np.ndarray):
-        return StoredArrays((), {})
+        return StoredArrays((), 0)
     encoded = gaps.encode_gaps(rows)
-    entry = arrays.array_entry(names.GAPS, encoded.shape, encoded.dtype, zstd=True)
-    return write_array(place, entry, iter([encoded]))
+    zstd = encoded.nbytes >= _COMPRESSED_BYTES
+    entry = arrays.array_entry(names.GAPS, encoded.shape, encoded.dtype, zstd=zstd)
+    return write_array(place, entry, [encoded])
 
 
 def stored_field(
@@ -156,7 +155,7 @@ def stored_field(
         field=name,
         codec=codec,
         reason=reason,
-        nbytes=sum(files.tree_bytes(place.directory(entry.name)) for entry in stored.entries),
+        nbytes=stored.nbytes,
         rows=tuple(np.diff(bounds).tolist()),
         squared_error=tuple(error.tolist()),
         squared_norm=tuple(norm.tolist()),
@@ -171,7 +170,7 @@ def stored_segment(
     rows: blocks.Rows,
     row_numbers: StoredArrays,
     fields: Sequence[StoredField],
-) -> StoredSegment:
+) -> Segment:
     """A segment whose arrays were written.
 
     Args:
@@ -183,7 +182,7 @@ def stored_segment(
       fields: in their order.
     """
     found = StoredArrays.joined([row_numbers, *(field.arrays for field in fields)])
-    record = Segment(
+    return Segment(
         name=place.segment,
         group=group,
         columns=columns,
@@ -193,32 +192,34 @@ def stored_segment(
         arrays=found.entries,
         encodings=tuple(field.encoding for field in fields),
     )
-    return StoredSegment(record, found.chunks)
 
 
 def table_bounds(group: GroupEntry, layout: manifest.Layout, rows: blocks.Rows) -> np.ndarray:
     """Positions in some virtual rows at which those of each table of a group begin, and the end."""
     tables = manifest.members(group, layout.tables)
-    starts = [blocks.row_slice(rows, table.offset, group.rows).start for table in tables]
+    if isinstance(rows, np.ndarray):
+        starts = np.searchsorted(rows, [table.offset for table in tables]).tolist()
+    else:
+        starts = [blocks.row_slice(rows, table.offset, group.rows).start for table in tables]
     return np.array([*starts, len(rows)])
 
 
 def finish(
     item_dir: Path,
     head: Manifest,
-    segments: Sequence[StoredSegment],
+    segments: Sequence[Segment],
+    batch: FileBatch,
     *,
-    fsync: bool,
     share: Share | None = None,
     index: Callable[[Manifest], tuple[Part, ...]] | None = None,
 ) -> WrittenPart:
-    """Digests of all files of a part, then its manifest.
+    """Digests of all files of a part, then its manifest; ``batch`` is to be forced afterwards.
 
     Args:
       item_dir: of the item, in a temporary directory.
       head: the manifest as far as it is known before anything is written.
       segments: all of the part, written.
-      fsync: whether all of it is on disk when this returns.
+      batch: what they were written with.
       share: what it says for the others; None where one process writes the whole save.
       index: waits for the parts of the others and gives the index of all, for process 0; where it
         is None the index is written later.
@@ -227,38 +228,35 @@ def finish(
       StorageError: the store refused.
     """
     process = head.process
-    chunks = {name: digest for segment in segments for name, digest in segment.chunks.items()}
-    part = names.part_dir(item_dir, process)
-    others = digests.digest_tree(item_dir, below=part, skip=chunks.__contains__)
-    all_digests = Digests.of({**others, **chunks})
     digests_path = item_dir / names.digests_name(process)
-    digests_crc32c = digests.write_digests(digests_path, all_digests, fsync=fsync)
-    if fsync:
-        files.fsync_tree(part, folders_only=True)
-    record = complete(head, segments, digests_crc32c, share)
+    part_digests = batch.below(names.part_dir(item_dir, process), relative_to=item_dir)
+    data = digests.digests_bytes(Digests.of(part_digests))
+    batch.write(digests_path, data)
+    record = complete(head, segments, google_crc32c.value(data), share)
     if process > 0:
         # Process 0 speaks for all; what it says is checked by its digest.
         record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
     elif index is not None:
+        batch.force()  # While the others write.
         record = dataclasses.replace(record, parts=index(record), shared_stamps={})
-    data = manifest.to_bytes(record)
-    files.write_atomic(item_dir / names.manifest_name(process), data, fsync=fsync)
-    arrays_bytes = sum(length for length, _, _ in all_digests.files.values())
-    nbytes = arrays_bytes + digests_path.stat().st_size + len(data)
-    return WrittenPart(record, nbytes, google_crc32c.value(data))
+    manifest_bytes = manifest.to_bytes(record)
+    # The others look for it.
+    batch.write(item_dir / names.manifest_name(process), manifest_bytes, whole=share is not None)
+    arrays_bytes = sum(digest.length for digest in part_digests.values())
+    nbytes = arrays_bytes + len(data) + len(manifest_bytes)
+    return WrittenPart(record, nbytes, google_crc32c.value(manifest_bytes))
 
 
 def complete(
-    head: Manifest, segments: Sequence[StoredSegment], digests_crc32c: int, share: Share | None
+    head: Manifest, segments: Sequence[Segment], digests_crc32c: int, share: Share | None
 ) -> Manifest:
     """A head with all that is known once the arrays and the digests of a part stand."""
-    records = tuple(segment.record for segment in segments)
     record = dataclasses.replace(
         head,
-        segments=records,
+        segments=tuple(segments),
         item_digests_crc32c=digests_crc32c,
         writers=__about__.writer_versions(),
-        features=_features(head, records),
+        features=_features(head, segments),
     )
     if share is None:
         return record
@@ -276,7 +274,9 @@ def _features(head: Manifest, segments: Iterable[Segment]) -> tuple[str, ...]:
     planned = {spec.codec for group in head.groups for spec in group.fields}
     used = {encoding.codec for segment in segments for encoding in segment.encodings}
     coded = () if planned | used == {"raw"} else (manifest.ENCODINGS,)
-    return (*coded, manifest.PARTS) if head.process_count > 1 else coded
+    if head.process_count > 1:
+        coded = (*coded, manifest.PARTS)
+    return coded if head.rolling is None else (*coded, manifest.ROLLING)
 
 
 def part_of(record: Manifest, crc32c: int) -> Part:

@@ -18,7 +18,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from deltackpt.errors import Damaged, StorageError
@@ -187,7 +187,7 @@ class Spot(NamedTuple):
 
     def shown(self, components: int = 3) -> str:
         """The last components of where it is: enough to find it in a checkpoint directory."""
-        return files.object_name(PurePath(str(self)), components)
+        return files.object_name(str(self), components)
 
     def read(self, shown: str | None = None, *, most_bytes: int | None = MOST_BYTES) -> bytes:
         """Reads a whole object.

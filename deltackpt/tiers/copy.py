@@ -21,6 +21,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import threading
@@ -409,10 +410,11 @@ def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[
 
     target = held(own)
     saves: dict[str, SaveInfo] = {}
+    still = math.inf
     for save in chain.walk(target, find):
         saves[save.step_dir] = save
-        parent = save.parent
-        if parent is None or parent.step_dir in saves:
+        parent, still = save.parent, save.still(still)
+        if parent is None or not still or parent.step_dir in saves:
             break
         if names.step_number(parent.step_dir) is None:
             raise Damaged(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -386,11 +387,13 @@ class _Plan:
         for step in sorted(keep, reverse=True):
             damage = self._damage(self._path / str(step), inside=False)
             info: SaveInfo | None = infos[step]
+            still = math.inf
             while damage is None and info is not None:
                 if info.save_id in replaced:
                     return True  # The base was checked before.
                 damage = self._damage(self._path / info.step_dir)
-                if damage is None and info.parent is None:
+                still = info.still(still)
+                if damage is None and (info.parent is None or not still):
                     return True
                 info, parent = None, info.parent
                 if damage is None and parent is not None:

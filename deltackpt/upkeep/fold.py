@@ -33,13 +33,13 @@ from deltackpt.reading.reader import Progress, Targets
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
-from deltackpt.storage import arrays, digests, files, parts
+from deltackpt.storage import arrays, digests, files, parts, writer
+from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.parts import (
     ArrayPlace,
     Share,
     StoredArrays,
     StoredField,
-    StoredSegment,
     WrittenPart,
 )
 from deltackpt.upkeep.plan import Plan, chain, standing
@@ -190,25 +190,28 @@ class _Fold:
         self._groups = _planned_groups(chain)
 
     def run(self) -> WrittenPart:
-        """Writes arrays, digests, then the manifest."""
+        """Writes arrays, digests, then the manifest, and forces them."""
+        batch = FileBatch(self._item_dir, fsync=True)
         segments = [
             self._fold_span(
-                ArrayPlace(self._item_dir, self._number, f"{name}.{number}", fsync=True),
+                ArrayPlace(self._item_dir, self._number, f"{name}.{number}", batch),
                 self._groups[name],
                 span,
             )
             for number, (name, span) in enumerate(self._plan.parts[self._number])
         ]
         several = len(self._plan.parts) > 1
-        return parts.finish(
+        written = parts.finish(
             self._item_dir,
             self._head(),
             segments,
-            fsync=True,
+            batch,
             share=self._share() if several else None,
         )
+        batch.force()
+        return written
 
-    def _fold_span(self, place: ArrayPlace, group: GroupEntry, span: Span) -> StoredSegment:
+    def _fold_span(self, place: ArrayPlace, group: GroupEntry, span: Span) -> Segment:
         """Writes one segment."""
         window = _Windows(self._layout, group, span)
         compressed_bytes = _compressed_bytes(self._saves, window.all)
@@ -245,7 +248,7 @@ class _Fold:
             group.name,
             (0, group.width),
             range(*span),
-            StoredArrays((), {}),
+            StoredArrays((), 0),
             [writers[spec.name].finish(bounds) for spec in group.fields],
         )
 
@@ -355,9 +358,7 @@ class _FieldWriter:
             byte_planes=array.byte_planes,
             chunk_rows=max(1, -(-count // chunks)),
         )
-        self._writer = arrays.ArrayWriter(
-            place.directory(spec.name), self._entry, fsync=True, in_flight=1
-        )
+        self._writer = writer.ArrayWriter(place.directory(spec.name), self._entry, place.batch)
 
     def write(self, rows: np.ndarray) -> None:
         """Appends rows."""
@@ -369,7 +370,7 @@ class _FieldWriter:
         return parts.stored_field(
             self._place,
             spec.name,
-            self._place.stored(self._entry, self._writer.finish()),
+            StoredArrays((self._entry,), self._writer.finish()),
             codec=spec.codec,
             reason=f"{spec.codec}: compacted, not encoded again",
             bounds=bounds,

@@ -103,7 +103,7 @@ def plan(
         temporary=names.compaction_name(step_dir.name),
         parts=_divided(groups, nbytes, count),
         nbytes=nbytes,
-        deltas=len(found) - 1,
+        deltas=sum(save.info.kind == "delta" for save in found),
     )
 
 

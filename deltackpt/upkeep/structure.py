@@ -57,7 +57,10 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
     """Where what several processes wrote does not fit together."""
     for record in records:
         name = names.manifest_name(record.process)
-        for field in ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c"):
+        for field in (
+            *("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c"),
+            "rolling",
+        ):
             wanted, found = getattr(head, field), getattr(record, field)
             if wanted != found:
                 yield name, f"{field} {wanted} as process 0 says", f"{field} {found}"
@@ -113,6 +116,11 @@ def _coverage_problems(
             twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
             missing = group.rows - (sum(map(len, rows)) - twice)
             name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
+            if head.rolling is not None and not twice:
+                share = head.rolling.rows(group, head.tables)
+                rolled = _held_of(share, starts, stops)
+                if rolled != len(share):
+                    yield name, f"{len(share)} rows of the rolling share", f"{rolled} of them"
             if twice:
                 yield name, "each row in one segment", f"{twice} rows in two"
             if (head.kind == "base" or spec.always) and missing:
@@ -120,6 +128,16 @@ def _coverage_problems(
                 first = int(holes[0] if len(holes) else reached[-1])
                 text = f"{missing} rows in none, the first of them {first}"
                 yield name, f"all {group.rows} rows", text
+
+
+def _held_of(share: blocks.Rows, starts: np.ndarray, stops: np.ndarray) -> int:
+    """How many rows of a share some disjoint spans hold."""
+    assert not isinstance(share, np.ndarray)
+    held = [
+        np.maximum(0, np.minimum(stops, last) - np.maximum(starts, first)).sum()
+        for first, last in blocks.spans_of(share)
+    ]
+    return int(sum(held))
 
 
 def _by_columns(

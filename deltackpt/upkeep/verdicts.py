@@ -71,12 +71,20 @@ class StepVerdict:
       restorable: whether it can, bit for bit.
       chain: names of the saves that restoring it reads, base first; empty where it cannot.
       broken_by: why it cannot: the saves that are damaged, or what is wrong with its chain.
+      read_by: where it cannot because retention kept it as a part of a rolling base only, the
+        first step that can be restored and reads it; else None.
     """
 
     step: int
     restorable: bool
     chain: tuple[str, ...] = ()
     broken_by: tuple[str, ...] = ()
+    read_by: int | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether it can be restored, or need not be restored by itself."""
+        return self.restorable or self.read_by is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,5 +115,5 @@ class RootReport:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing is damaged and every step can be restored."""
-        return not self.problems and all(step.restorable for step in self.steps)
+        """Whether nothing is damaged and every step can be restored, or need not be."""
+        return not self.problems and all(step.sound for step in self.steps)

@@ -154,9 +154,9 @@ class _Audit:
         verdicts: tuple[StepVerdict, ...] = ()
         for _ in range(_MOST_ROUNDS):
             fresh = self._verify_new()
-            verdicts = tuple(self._verdict(step) for step in self._wanted_steps())
+            verdicts = self._windows(tuple(map(self._verdict, self._wanted_steps())))
             standing = all(save.stands for save, _, _ in self._found.values())
-            if standing and all(verdict.restorable for verdict in verdicts):
+            if standing and all(verdict.sound for verdict in verdicts):
                 break
             if not fresh and not self._changes():
                 break
@@ -371,6 +371,28 @@ class _Audit:
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
+
+    def _windows(self, verdicts: tuple[StepVerdict, ...]) -> tuple[StepVerdict, ...]:
+        """The verdicts; of steps that only later ones need, which of them do."""
+        readers: dict[str, int] = {}
+        for verdict in verdicts:
+            for name in verdict.chain:
+                readers.setdefault(name, verdict.step)
+        return tuple(
+            dataclasses.replace(verdict, read_by=readers.get(str(verdict.step)))
+            if self._is_cut_off(verdict)
+            else verdict
+            for verdict in verdicts
+        )
+
+    def _is_cut_off(self, verdict: StepVerdict) -> bool:
+        """Whether an intact save cannot be restored, since retention removed what came before."""
+        _, report, info = self._found[str(verdict.step)]
+        if verdict.restorable or report.problems or info is None or info.rolling is None:
+            return False
+        infos = {name: found for name, (_, _, found) in self._found.items()}
+        *_, last = chain.walk(info, lambda parent: infos.get(parent.step_dir))
+        return last.parent is not None and last.parent.step_dir not in infos
 
     def _info_of(self, save_id: SaveId, step_dir: str) -> SaveInfo | None:
         """The save of that id; else the one that stands in its place, which is another."""

@@ -237,7 +237,7 @@ def kill_in_a_save(victims: Run, console: Console) -> None:
                 time.sleep(_SAVE_POLL_SECS)
             processes[-1].send_signal(signal.SIGKILL)
             processes[-1].wait()
-            step = int(unfinished.name.removesuffix(demonstration.UNFINISHED))
+            step = int(unfinished.name.partition(demonstration.UNFINISHED)[0])
             console.print(
                 f"[bold red]SIGKILL[/] to process {len(processes) - 1} (pid {processes[-1].pid}) "
                 f"while step {step} was being written"

@@ -107,7 +107,7 @@ class Run:
 
     def unfinished(self) -> list[Path]:
         """Steps that are partly written."""
-        return list(self.directory.glob(f"*{UNFINISHED}"))
+        return list(self.directory.glob(f"*{UNFINISHED}*"))
 
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

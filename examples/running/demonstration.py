@@ -78,7 +78,7 @@ def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
             sys.exit("the trainer ended before it could be killed in a save")
         process.send_signal(signal.SIGKILL)
         process.wait()
-        struck.append(unfinished.name.removesuffix(UNFINISHED))
+        struck.append(unfinished.name.partition(UNFINISHED)[0])
         if unfinished.exists():
             console.print(
                 f"[bold red]SIGKILL[/] to process {process.pid} while step {struck[-1]} was "
@@ -96,7 +96,7 @@ def committed(directory: Path) -> list[int]:
 
 def save_in_progress(directory: Path) -> Path | None:
     """The step directory that is partly written, None where no save is under way."""
-    for step_dir in directory.glob(f"*{UNFINISHED}"):
+    for step_dir in directory.glob(f"*{UNFINISHED}*"):
         chunks = step_dir.glob("embeddings*/part.*/*/*/c/**/*")
         if any(path.is_file() for path in chunks):
             return step_dir

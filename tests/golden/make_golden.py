@@ -6,7 +6,7 @@ writes beside the earlier versions, which every later deltackpt goes on reading.
 states that a formula gives; ``parts-v<n>`` the same, written by two processes; ``repeated-v<n>``
 the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
-change.
+change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ def handlers(**codecs: Any) -> dict[str, deltackpt.Tables]:
 
 
 HANDLERS = handlers(codec={"tables/coarse": "bf16"})
+#: Touched rows are stored as bf16, the shares of all rows raw.
+ROLLING_HANDLERS = handlers(
+    codec={"tables/coarse": deltackpt.CodecChoice(delta="bf16", base="raw")}
+)
 #: Every layout of codes, in bases too, with rows beside them.
 ENCODED_HANDLERS = handlers(
     codec={
@@ -165,14 +169,18 @@ def write_as_one_of_two(root: Path, port: str, process: int) -> None:
     write(root, handlers(), shared_state_at)
 
 
-def write(root: Path, handlers: dict[str, Any], state_of: Callable[[int], dict]) -> None:
+def write(
+    root: Path,
+    handlers: dict[str, Any],
+    state_of: Callable[[int], dict],
+    policy: deltackpt.policy.BaseOrDelta | None = None,
+) -> None:
     """Writes the steps of one golden directory."""
     touched = deltackpt.touched.init(
         {f"tables/{name}": leaf for name, leaf in state_of(10)["tables"].items()}
     )
-    options = deltackpt.ManagerOptions(
-        deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_restore_ratio=100))
-    )
+    policy = policy or deltackpt.Consecutive(max_restore_ratio=100)
+    options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(policy=policy))
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         for step in STEPS:
             if step != STEPS[0]:
@@ -194,6 +202,9 @@ def main() -> None:
     repeated = HERE / f"repeated-v{manifest.FORMAT_VERSION}"
     if not repeated.exists():
         write(repeated, HANDLERS, state_at)
+    rolling = HERE / f"rolling-v{manifest.FORMAT_VERSION}"
+    if not rolling.exists():
+        write(rolling, ROLLING_HANDLERS, state_at, deltackpt.Rolling(window=2))
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)

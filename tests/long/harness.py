@@ -283,7 +283,7 @@ def phase(call: str, path: str) -> str:
     item, _, inner = below.partition("/")
     if not below:
         return "step: temporary directory" if call == "mkdir" else "commit: fsync of the step"
-    if call == "fsync" and ".orbax" not in item and not item.startswith("."):
+    if call == "fsync":
         return "commit: fsync of the step"
     if item.startswith("embeddings"):
         if inner.startswith("part."):

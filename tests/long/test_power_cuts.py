@@ -17,6 +17,7 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,11 @@ import harness
 import pytest
 from harness import Expected
 from machine import required
+from many import Job
+from test_processes import assert_read_alone, saved, server, started
+from test_step_kills import assert_goes_on_alone
+
+__all__ = ["server"]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
@@ -36,6 +42,14 @@ LIVES = 40
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
 _IMAGE_BYTES = 400 << 20
 _LONGEST_CUT_SECS = 1.0
+CUTS_OF_TWO = 100
+#: Where a process is held up while the other does its part.
+LATE = (
+    ("before its part", "waiting for the parts"),
+    ("before its part", "during its part", "before its manifest", "before its word"),
+)
+#: What the rest of the step takes at most, once it is let go.
+_LONGEST_COMMIT_SECS = 0.2
 
 
 @dataclasses.dataclass
@@ -129,6 +143,46 @@ def test_a_step_that_was_waited_for_survives_a_power_cut(
         restores=restores,
         phase=dict(phases),
     )
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_step_of_two_processes_one_of_them_late_survives_a_power_cut(
+    server, disk, tmp_path, campaign, figures, late
+):
+    """Each forces what it wrote before it says so: process 0 forces names alone, and commits."""
+    random_ = campaign.random("power cuts of two", disk.kind, late)
+    outcomes: collections.Counter[str] = collections.Counter()
+    for cut in range(campaign.count(CUTS_OF_TWO)):
+        root = disk.mount / f"root{cut}"
+        moment = random_.choice(LATE[late])
+        # Half of them at once after all have said that it stands.
+        after_release_secs = None if cut % 2 == 0 else random_.uniform(0, _LONGEST_COMMIT_SECS)
+        with Job(server, tmp_path / "jobs", processes=2, devices=1, apart=True) as job:
+            started(job, root, {"mesh": [2, 1]})
+            saved(job, 0)
+            saved(job, 1)
+            job.all("train", to=2)
+            job.processes[late].ask("arm", at=moment, action="hold")
+            assert "error" not in job.processes[late].answer()
+            job.all("save")
+            job.ask("wait")
+            job.processes[late].wait_reached(moment)
+            job.release()
+            if after_release_secs is None:
+                assert not any("error" in answer for answer in job.answers())
+            else:
+                time.sleep(after_release_secs)
+            disk.cut()
+        disk.restart()
+        standing = harness.steps_in(root)
+        expected = [[0, 1, 2]] if after_release_secs is None else [[0, 1], [0, 1, 2]]
+        assert standing in expected, (standing, moment, after_release_secs)
+        for step in standing:
+            assert_read_alone(root, step)
+        assert_goes_on_alone(root)
+        shutil.rmtree(root)
+        outcomes["with it" if 2 in standing else "without the step in flight"] += 1
+    figures(f"power cuts of two processes, {disk.kind}", cuts=outcomes.total(), left=dict(outcomes))
 
 
 def _check_with_stock_orbax(root: Path, step: int) -> None:

@@ -19,9 +19,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 KILLS = 20
 PEERS_SECS = 4.0
 #: Points that process 0 comes to, and points that the others do.
-PRIMARY = [point for point in POINTS if point.startswith(("before its", "during", "commit"))]
-PRIMARY.append("waiting for the parts")
-OTHERS = ["before its part", "during its part", "before its manifest", "waiting for the commit"]
+BOTH = ["before its part", "during its part", "before its manifest"]
+BOTH += ["before a force", "after a force"]
+PRIMARY = [*BOTH, "waiting for the parts", "before the merge"]
+PRIMARY += [point for point in POINTS if point.startswith("commit")]
+OTHERS = [*BOTH, "before its word", "after its word", "waiting for the commit"]
 TOPOLOGIES = [
     (2, 2, {"mesh": [2, 2]}),
     (4, 1, {"mesh": [4, 1], "layout": "turned"}),

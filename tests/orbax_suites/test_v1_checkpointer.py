@@ -1,28 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orbax's own tests of its v1 Checkpointer, with what deltackpt adds beside it and in its place.
-
-The Checkpointer drives a v0 ``CheckpointManager``; ours differs from a stock one by the temporary
-path, the retention policy and the trash. ``ManagerTest`` gives the Checkpointer just that.
-"""
+"""Orbax's own tests of its v1 Checkpointer, with our handler beside Orbax's."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as v0
 import orbax.checkpoint.experimental.v1 as ocp
-import pytest
-from exclusions import excluding, fails
 from orbax.checkpoint.experimental.v1._src.handlers import registration
 from orbax.checkpoint.experimental.v1._src.testing.compatibility import (
     manager_compatibility_test_base as compatibility,
-)
-from orbax.checkpoint.experimental.v1._src.training import (
-    checkpointer as checkpointer_lib,
 )
 from orbax.checkpoint.experimental.v1._src.training.checkpointer_test_base import (
     STATE_CHECKPOINTABLE_KEY,
@@ -30,20 +19,7 @@ from orbax.checkpoint.experimental.v1._src.training.checkpointer_test_base impor
 )
 
 import deltackpt
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import SaveId
-from deltackpt.handlers import commit, retention
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
-
-#: These policies drop the newest step as soon as it is committed.
-_NEWEST_STAYS = "KeepChain keeps the newest step whatever the policy: the next delta builds on it"
-
-EXCLUDED = {
-    "test_preservation3": _NEWEST_STAYS,
-    "test_preservation4": _NEWEST_STAYS,
-    "test_preservation_metrics1": _NEWEST_STAYS,
-    "test_preservation_metrics3": _NEWEST_STAYS,
-}
 
 
 class _Registered:
@@ -91,44 +67,3 @@ class CompatibilityTest(compatibility.ManagerCompatibilityTestBase):
         registry = super().setup_registry()
         registry.add(DeltaCheckpointableHandler)
         return registry
-
-
-class _Managed:
-    """Our commit and retention under Orbax's Checkpointer."""
-
-    def setUp(self: Any) -> None:
-        super().setUp()  # pyright: ignore[reportAttributeAccessIssue]
-        manager = checkpointer_lib.checkpoint_manager
-        options = functools.partial(self._options, manager.CheckpointManagerOptions)
-        self.enter_context(mock.patch.object(manager, "CheckpointManagerOptions", options))
-
-    def _options(self, stock: Any, **given: Any) -> v0.CheckpointManagerOptions:
-        given["temporary_path_class"] = commit.temporary_path_class(fsync=True)
-        given["preservation_policy"] = retention.KeepChain(
-            given["preservation_policy"] or retention.as_policy(None), frozenset, self._bases
-        )
-        return stock(**given)
-
-    def _bases(self: Any) -> dict[int, SaveInfo | None]:
-        """To the suite every step is whole by itself, as a base is."""
-        steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()]
-        return {
-            step: SaveInfo(
-                save_id=SaveId("suite", step, 0),
-                kind="base",
-                parent=None,
-                step_dir=str(step),
-                nbytes=0,
-            )
-            for step in steps
-        }
-
-
-@excluding(EXCLUDED)
-class ManagerTest(_Managed, CheckpointerTestBase.Test):
-    """Our commit and retention under Orbax's Checkpointer."""
-
-
-@pytest.mark.parametrize("name", EXCLUDED)
-def test_an_excluded_test_cannot_pass(name):
-    assert fails(name, _Managed, CheckpointerTestBase.Test)

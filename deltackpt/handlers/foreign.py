@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items of a step that handlers of Orbax write: further items, and unusual dense leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from deltackpt.format import names
+from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
+from deltackpt.resources.workers import Workers
+from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.storage import files
+from deltackpt.storage.batch import FileBatch
+
+#: Where Orbax's PyTree handler keeps a file of each process, in its item.
+_ARRAY_METADATA = "array_metadatas"
+
+
+class HandlerItem:
+    """An item on its way through a handler; see ``step.Item``."""
+
+    def __init__(self, handler: Any, futures: list[Any]):
+        """Made by ``begin``."""
+        self._handler = handler
+        self._futures = futures
+
+    @classmethod
+    def begin(cls, handler: Any, item_dir: Path, args: Any, workers: Workers) -> HandlerItem:
+        """Has the handler take what it saves; training may go on afterwards.
+
+        Args:
+          handler: of Orbax.
+          item_dir: existing directory of the item, in the step's temporary directory.
+          args: its save arguments.
+          workers: threads for what cannot be done in a running event loop.
+        """
+        directory = epath.Path(item_dir)
+        if not isinstance(handler, AsyncCheckpointHandler):
+            handler.save(directory, args=args)
+            return cls(handler, [])
+        return cls(handler, _awaited(handler.async_save(directory, args=args), workers) or [])
+
+    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """See ``step.Item``."""
+        for future in self._futures:
+            future.result()
+        if others.count == 1:
+            return
+        for own in _own(item_dir, others.process):
+            batch.adopt(own)
+        # Whoever wrote the rest: what this process holds of it is on disk.
+        files.fsync_tree(item_dir, while_others_write=True)
+
+    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """See ``step.Item``."""
+        self._handler.finalize(epath.Path(item_dir))
+        digested = [own for process in range(1, others.count) for own in _own(item_dir, process)]
+        batch.adopt(item_dir, but=digested)
+
+
+class Metrics:
+    """What the user measured at a step, as Orbax keeps it; see ``step.Item``."""
+
+    def __init__(self, metrics: Mapping[str, float]):
+        """Keeps them."""
+        self._text = json.dumps(dict(metrics))
+
+    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """Process 0 writes them."""
+        if others.process == 0:
+            batch.write(item_dir / names.METRICS, self._text.encode())
+
+    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """Nothing is left to do."""
+
+
+def _own(item_dir: Path, process: int) -> list[Path]:
+    """Folders that Orbax's PyTree handler gives to one process, as far as they are there."""
+    folder = item_dir / names.dense_part(process)
+    return [folder] if folder.is_dir() else []
+
+
+def _awaited(call: Any, workers: Workers) -> Any:
+    """The result of a coroutine, in a notebook too, whose thread runs an event loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(call)
+    return workers.save(asyncio.run, call).result()

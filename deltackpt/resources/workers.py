@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads of one manager: started when they are first needed, and kept from save to save.
+
+Starting a thread costs the training thread up to a millisecond while the interpreter's lock is
+wanted elsewhere.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_WRITERS, _ENCODERS = 2, 2
+#: Files that are forced to disk at once.
+FORCERS = 8
+
+
+class Workers:
+    """Pools of threads, each for work that waits for none of its own kind."""
+
+    def __init__(self) -> None:
+        """No thread runs yet."""
+        self._saver = ThreadPoolExecutor(1, "deltackpt-save")
+        self._writers = ThreadPoolExecutor(_WRITERS, "deltackpt-write")
+        #: Encode, and wait for nothing.
+        self.encoders: concurrent.futures.Executor = ThreadPoolExecutor(
+            _ENCODERS, "deltackpt-encode"
+        )
+        #: Wait for the disk most of the time.
+        self.forcers: concurrent.futures.Executor = ThreadPoolExecutor(FORCERS, "deltackpt-force")
+
+    def save(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Runs the background half of a save; one at a time."""
+        return self._saver.submit(call, *arguments)
+
+    def write(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Runs what writes one array or field."""
+        return self._writers.submit(call, *arguments)
+
+    def close(self) -> None:
+        """Has all threads end once they are done; takes no more work.
+
+        A save that goes on, which nobody waits for any longer, still finds the other threads.
+        """
+        try:
+            self._saver.submit(self._close_others)
+        except RuntimeError:  # It was closed, or the interpreter ends: nothing is done any more.
+            self._close_others()
+        self._saver.shutdown(wait=False)
+
+    def _close_others(self) -> None:
+        for pool in (self._writers, self.encoders, self.forcers):
+            pool.shutdown(wait=False)

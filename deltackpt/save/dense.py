@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves as an item of a step: copied when the save is taken, written in Orbax's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltackpt.resources.staging import Staging
+from deltackpt.save import dense_layout, extract
+from deltackpt.save.dense_layout import Chunk, Plan
+from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.storage import ocdbt
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.ocdbt import Value
+
+#: Smaller leaves are copied into memory of their own.
+_STAGED_BYTES = 128 << 10
+
+
+class DenseLeaves:
+    """What this process writes of dense leaves, independent of later training steps."""
+
+    def __init__(self, plan: Plan, values: list[Value], staging: Staging, lent: list[np.ndarray]):
+        """Made by ``take``."""
+        self._plan = plan
+        self._values = values
+        self._staging = staging
+        self._lent = lent
+
+    @classmethod
+    def take(cls, tree: Any, process: int, staging: Staging) -> DenseLeaves:
+        """Copies what this process writes; waits for accelerators.
+
+        Args:
+          tree: nested containers of leaves.
+          process: index of this process.
+          staging: whose memory holds the copies.
+
+        Raises:
+          UnsupportedLeaf: Orbax's handler has to write them.
+        """
+        plan = dense_layout.plan(tree, process)
+        for chunk in plan.chunks:
+            if not extract.on_host(chunk.source):
+                chunk.source.copy_to_host_async()
+        lent: list[np.ndarray] = []
+        values = [Value(key, data) for key, data in plan.described.items()]
+        try:
+            for chunk in plan.chunks:
+                values.append(Value(chunk.key, _copied(chunk, staging, lent)))
+        except BaseException:
+            _give_back(lent, staging)
+            raise
+        return cls(plan, values, staging, lent)
+
+    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """See ``step.Item``."""
+        own = item_dir
+        if others.count > 1:
+            own = ocdbt.process_directory(item_dir, others.process)
+        try:
+            ocdbt.write(own, self._values, batch)
+        finally:
+            self.release()
+        for name, text in self._plan.files.items():
+            path = item_dir / name
+            batch.make(path.parent)
+            batch.write(path, text.encode())
+
+    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """See ``step.Item``."""
+        if others.count > 1:
+            ocdbt.merge(item_dir, range(others.count), self._plan.names)
+            own = {ocdbt.process_directory(item_dir, number) for number in range(others.count)}
+            batch.adopt(item_dir, but=own)  # Each digests and forces its own.
+
+    def release(self) -> None:
+        """Gives the memory back; safe to call again."""
+        self._values = []
+        _give_back(self._lent, self._staging)
+
+
+def _copied(chunk: Chunk, staging: Staging, lent: list[np.ndarray]) -> np.ndarray:
+    found = np.asarray(chunk.source)[chunk.window]
+    if not extract.on_host(chunk.source):
+        return np.ascontiguousarray(found)  # Memory of its own.
+    if found.nbytes < _STAGED_BYTES:
+        return np.array(found, order="C")
+    out = staging.take(found.shape, found.dtype)
+    lent.append(out)
+    np.copyto(out, found)
+    return out
+
+
+def _give_back(lent: list[np.ndarray], staging: Staging) -> None:
+    while lent:
+        staging.give_back(lent.pop())

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes Zarr v3 arrays: chunks of rows as they are by a batch, compressed ones by TensorStore.
+
+The bytes are TensorStore's in both ways, those of ``zarr.json`` too.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tensorstore as ts
+
+from deltackpt.format.manifest import ArrayEntry
+from deltackpt.resources.memory import aligned_buffer
+from deltackpt.storage import arrays, files
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.crc import CRC_BYTES
+from deltackpt.storage.store import spot
+
+#: Compressed chunks of one array on their way, each in memory of its own.
+_WRITES_IN_FLIGHT = 4
+
+
+def write_array(
+    directory: Path,
+    entry: ArrayEntry,
+    pieces: Iterable[np.ndarray],
+    batch: FileBatch,
+    *,
+    held: bool = False,
+) -> int:
+    """Writes a new array from its pieces in order; see ``ArrayWriter``."""
+    writer = ArrayWriter(directory, entry, batch, held=held)
+    for piece in pieces:
+        writer.write(piece)
+    return writer.finish()
+
+
+class ArrayWriter:
+    """Writes a new array piece by piece; only chunks of several pieces are copied."""
+
+    def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, held: bool = False):
+        """Makes the array.
+
+        Args:
+          directory: the array's directory, which is made; below that of the batch.
+          entry: what the array is.
+          batch: what forces the files, and keeps their digests.
+          held: whether others might change the pieces while they are written, which is found.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        self._directory = directory
+        self._entry = entry
+        self._batch = batch
+        self._done = 0
+        #: The first ``held`` rows of a chunk that comes in several pieces.
+        self._chunk: np.ndarray | None = None
+        self._filled = 0
+        self._chunks: _Chunks
+        batch.make(directory)
+        if entry.compressed:
+            self._chunks = _Compressed(directory, entry, batch)
+        else:
+            self._chunks = _Plain(directory, entry, batch, held=held)
+
+    def write(self, rows: np.ndarray) -> None:
+        """Appends rows, (n, *trailing); their memory may be reused when this returns.
+
+        Raises:
+          StorageError: the store refused, or the memory changed while it was written.
+        """
+        chunk_rows = self._entry.chunk_rows
+        while len(rows):
+            taken = min(len(rows), chunk_rows - self._filled)
+            ends = self._done + self._filled + taken == self._entry.shape[0]
+            if self._filled == 0 and (taken == chunk_rows or ends):
+                self._write_chunk(rows[:taken])
+            else:
+                if self._chunk is None:
+                    nbytes = arrays.chunk_bytes(self._entry) - CRC_BYTES
+                    memory = aligned_buffer(nbytes)[:nbytes].view(rows.dtype)
+                    self._chunk = memory.reshape(chunk_rows, *self._entry.shape[1:])
+                self._chunk[self._filled : self._filled + taken] = rows[:taken]
+                self._filled += taken
+                if self._filled == chunk_rows or ends:
+                    self._write_chunk(self._chunk[: self._filled])
+                    self._filled = 0
+            rows = rows[taken:]
+
+    def finish(self) -> int:
+        """Waits until everything is written; returns the bytes of all files of the array.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        if self._done != self._entry.shape[0]:
+            raise ValueError(
+                f"{self._entry.name}: expected {self._entry.shape[0]} rows, found {self._done}"
+            )
+        return self._chunks.finish()
+
+    def remove(self) -> None:
+        """Gives the array up: waits for what is under way and removes what was written.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        self._chunks.finish()
+        self._batch.remove(self._directory)
+
+    def _write_chunk(self, rows: np.ndarray) -> None:
+        self._chunks.write(self._done, rows)
+        self._done += len(rows)
+
+
+class _Chunks(Protocol):
+    """How chunks are written."""
+
+    def write(self, start: int, rows: np.ndarray) -> None:
+        """Writes the chunk whose first row is ``start``."""
+        ...
+
+    def finish(self) -> int:
+        """Waits for all of them; returns the bytes of all files."""
+        ...
+
+
+class _Plain:
+    """Chunks that are the bytes of their rows."""
+
+    def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, held: bool):
+        self._directory = directory
+        self._entry = entry
+        self._batch = batch
+        self._held = held
+        text = json.dumps(_metadata(entry), separators=(",", ":"), sort_keys=True)
+        batch.write(directory / "zarr.json", text.encode())
+        self._nbytes = len(text)
+
+    def write(self, start: int, rows: np.ndarray) -> None:
+        """See ``_Chunks``."""
+        entry = self._entry
+        path = self._directory / arrays.chunk_name(entry, start // entry.chunk_rows)
+        self._batch.make(path.parent)
+        padding = arrays.chunk_bytes(entry) - CRC_BYTES - rows.nbytes
+        self._batch.write_chunk(path, np.ascontiguousarray(rows), padding, held=self._held)
+        self._nbytes += arrays.chunk_bytes(entry)
+
+    def finish(self) -> int:
+        """See ``_Chunks``."""
+        return self._nbytes
+
+
+class _Compressed:
+    """Chunks that TensorStore encodes."""
+
+    def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch):
+        self._directory = directory
+        self._batch = batch
+        self._writes: collections.deque[ts.WriteFutures] = collections.deque()
+        with _refusals(directory):
+            spec = arrays.spec_of(spot(directory), entry)
+            self._store = ts.open(spec, create=True, context=arrays.unsynced()).result()
+
+    def write(self, start: int, rows: np.ndarray) -> None:
+        """See ``_Chunks``."""
+        with _refusals(self._directory):
+            if len(self._writes) == _WRITES_IN_FLIGHT:
+                self._writes.popleft().result()
+            write = self._store[start : start + len(rows)].write(rows)
+            self._writes.append(write)
+            write.copy.result()  # The caller may reuse the memory.
+
+    def finish(self) -> int:
+        """See ``_Chunks``."""
+        with _refusals(self._directory):
+            while self._writes:
+                self._writes.popleft().result()
+        return self._batch.adopt(self._directory)
+
+
+def _metadata(entry: ArrayEntry) -> dict[str, Any]:
+    """``zarr.json`` as TensorStore completes it, for arrays that are not compressed."""
+    return {
+        **arrays.metadata_of(entry),
+        "chunk_key_encoding": {"name": "default"},
+        "node_type": "array",
+        "zarr_format": 3,
+    }
+
+
+@contextlib.contextmanager
+def _refusals(directory: Path) -> Iterator[None]:
+    """Raises what the store refuses as a StorageError."""
+    with files.typed_errors(directory, "write"):
+        try:
+            yield
+        except ValueError as error:
+            raise _store_error(directory, error) from error
+
+
+def _store_error(directory: Path, error: ValueError) -> Exception:
+    """TensorStore reports what the operating system refused as a ValueError with its words."""
+    text = str(error)
+    for words, number in (
+        ("No space left", 28),
+        ("Disk quota", 122),
+        ("Read-only", 30),
+        ("Permission denied", 13),
+        ("Input/output error", 5),
+    ):
+        if words in text:
+            return OSError(number, os.strerror(number), str(directory))
+    return error

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a save: TensorStore's bytes, whatever the file system allows or refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from deltackpt.errors import OutOfSpace, StorageError
+from deltackpt.format.manifest import ArrayEntry
+from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
+from deltackpt.storage import arrays, batch, digests, writer
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.store import spot
+
+
+def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
+    spec = arrays.spec_of(spot(directory), entry)
+    ts.open(spec, create=True).result().write(values).result()
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def _aligned(values: np.ndarray) -> np.ndarray:
+    memory = aligned_buffer(values.nbytes)[: values.nbytes].view(values.dtype)
+    memory = memory.reshape(values.shape)
+    memory[...] = values
+    return memory
+
+
+def _ours(path: Path, values: np.ndarray, padding: int = 0) -> bytes:
+    files = FileBatch(path.parent, fsync=True)
+    files.write_chunk(path, values, padding)
+    files.force()
+    return path.read_bytes()
+
+
+def _chunk(values: np.ndarray, padding: int = 0) -> bytes:
+    data = values.tobytes() + bytes(padding)
+    return data + batch.crc32c(np.frombuffer(data, np.uint8)).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "int64", "float16", "complex64", "bool"])
+@pytest.mark.parametrize(
+    "shape", [(1,), (1023, 1), (4092,), (511, 2), (5000, 64), (7, 2, 3), (0, 5)]
+)
+@pytest.mark.parametrize("place", [np.copy, _aligned])
+def test_arrays_are_tensorstores_byte_for_byte(shape, dtype, place, tmp_path):
+    values = place(np.random.default_rng(1).integers(0, 100, shape).astype(dtype))
+    with mock.patch.object(arrays, "CHUNK_BYTES", 100_000):
+        entry = arrays.array_entry("a", shape, values.dtype)
+    files = FileBatch(tmp_path, fsync=False)
+    nbytes = writer.write_array(tmp_path / "ours", entry, [values] if len(values) else [], files)
+    files.force()
+    _stock(tmp_path / "stock", entry, values)
+    assert _files(tmp_path / "ours") == _files(tmp_path / "stock")
+    assert nbytes == sum(map(len, _files(tmp_path / "ours").values()))
+    assert files.below(tmp_path / "ours", relative_to=tmp_path / "ours") == {
+        name: digest._replace(blocks=files.digests[f"ours/{name}"].blocks)
+        for name, digest in digests.digest_tree(tmp_path / "stock").items()
+    }
+
+
+@given(
+    nbytes=st.integers(0, 40_000),
+    padding=st.integers(0, 20_000),
+    offset=st.sampled_from([0, 1, 4096]),
+    piece=st.sampled_from([4096, 8192, 1 << 16]),
+)
+@example(nbytes=0, padding=4093, offset=0, piece=4096)  # The checksum ends in another piece.
+def test_any_length_padding_and_place_in_memory(tmp_path_factory, nbytes, padding, offset, piece):
+    path = tmp_path_factory.mktemp("any") / "chunk"
+    rows = aligned_buffer(nbytes + 8192)[offset : offset + nbytes]
+    rows[...] = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    with (
+        mock.patch.object(batch, "_PIECE_BYTES", piece),
+        mock.patch.object(batch, "_own", mock.Mock(bounce=None)),
+    ):
+        batch._own.bounce = aligned_buffer(piece)
+        with mock.patch.object(batch, "BLOCK_BYTES", 4096):
+            assert _ours(path, rows, padding) == _chunk(rows, padding)
+
+
+def test_what_lies_at_a_multiple_by_chance_is_not_taken_for_memory_of_ours():
+    assert is_aligned(aligned_buffer(10)[:10])
+    assert is_aligned(aligned_buffer(10_000)[ALIGNMENT:].view(np.float32))
+    assert not is_aligned(aligned_buffer(10)[1:])
+    private = np.empty(1 << 20, np.uint8)
+    start = -private.ctypes.data % ALIGNMENT
+    assert not is_aligned(private[start:])
+
+
+def _failing(monkeypatch: Any, name: str, fails: Callable[..., int | None]) -> list[Any]:
+    real, calls = getattr(os, name), []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if number := fails(*arguments):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, call)
+    return calls
+
+
+def test_refused_at_open(tmp_path, monkeypatch):
+    values = np.arange(5000)
+    _failing(monkeypatch, "open", lambda p, f, *m: errno.EINVAL if f & os.O_DIRECT else None)
+    assert _ours(tmp_path / "ours", values) == _chunk(values)
+
+
+def test_refused_at_the_first_write(tmp_path, monkeypatch):
+    values, seen = np.arange(5000), []
+    refuse = lambda *_: None if seen else seen.append(1) or errno.EINVAL  # noqa: E731
+    _failing(monkeypatch, "pwrite", refuse)
+    assert _ours(tmp_path / "ours", values) == _chunk(values)
+
+
+@pytest.mark.parametrize("asks", [8192, 0])
+def test_another_alignment_is_written_through_the_page_cache(tmp_path, monkeypatch, asks):
+    def alignment(descriptor: int) -> int:
+        if not asks:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return asks
+
+    monkeypatch.setattr(batch, "_alignment", alignment)
+    calls = _failing(monkeypatch, "ftruncate", lambda *_: None)
+    values = np.arange(5000)
+    assert _ours(tmp_path / "ours", values) == _chunk(values)
+    assert not calls
+
+
+@pytest.mark.parametrize("most", [4096, 5000, 8192])
+@pytest.mark.parametrize("direct", [True, False])
+def test_writes_cut_short_go_on(most, direct, tmp_path, monkeypatch):
+    values = np.arange(5000)
+    real = os.pwrite
+    if not direct:
+        _failing(monkeypatch, "open", lambda p, f, *m: errno.EINVAL if f & os.O_DIRECT else None)
+
+    def short(descriptor: int, data: Any, at: int) -> int:
+        # Of a direct write the kernel takes whole blocks; more of the last one may count as taken.
+        taken = real(descriptor, data[: most - most % 4096 if direct else most], at)
+        return min(len(data), taken + most % 4096) if direct else taken
+
+    monkeypatch.setattr(os, "pwrite", short)
+    assert _ours(tmp_path / "ours", values) == _chunk(values)
+
+
+@pytest.mark.parametrize("data", [np.arange(5000), b"a few bytes"])
+def test_full_is_said_and_nothing_is_left(tmp_path, monkeypatch, data):
+    files = FileBatch(tmp_path, fsync=True)
+    with monkeypatch.context() as patched:
+        _failing(patched, "pwrite", lambda *_: errno.ENOSPC)
+        with pytest.raises(OutOfSpace, match="ours"):
+            write = files.write if isinstance(data, bytes) else files.write_chunk
+            write(tmp_path / "ours", data)
+    assert not list(tmp_path.iterdir()) and not files.digests
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["fsync", "fstat"])
+def test_errors_of_forcing_name_the_file(call, tmp_path, monkeypatch):
+    files = FileBatch(tmp_path, fsync=True)
+    files.write_chunk(tmp_path / "ours", np.arange(3))
+    # pytest itself calls fstat when a test ends.
+    with monkeypatch.context() as patched:
+        _failing(patched, call, lambda *_: errno.EIO)
+        with pytest.raises(StorageError, match=r"ours.*Input/output"):
+            files.force()
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path):
+    (tmp_path / "ours").write_bytes(b"another's")
+    files = FileBatch(tmp_path, fsync=True)
+    for write, data in ((files.write, b"x"), (files.write_chunk, np.arange(3))):
+        with pytest.raises(StorageError, match="ours.*exists"):
+            write(tmp_path / "ours", data)
+    assert (tmp_path / "ours").read_bytes() == b"another's"
+
+
+def test_held_rows_that_change_while_they_are_written_are_found(tmp_path, monkeypatch):
+    values = np.arange(100_000)
+    real = batch._write_aligned
+
+    def then_change(*arguments: Any) -> None:
+        real(*arguments)
+        values[7] = -1
+
+    monkeypatch.setattr(batch, "_write_aligned", then_change)
+    files = FileBatch(tmp_path, fsync=True)
+    with pytest.raises(StorageError, match="changed while they were written"):
+        files.write_chunk(tmp_path / "ours", values, held=True)
+    files.close()
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_everything_is_forced_once_and_directories_after_files(tmp_path, monkeypatch, fsync):
+    forced = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (forced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1]
+    )
+    files = FileBatch(tmp_path, fsync=fsync)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "file").write_bytes(b"closed by others")
+    files.make(tmp_path / "a" / "b")
+    files.write_chunk(tmp_path / "a" / "b" / "chunk", np.arange(9))
+    files.write(tmp_path / "a" / "small", b"small", whole=True)
+    # Before it had its name: others may look for it.
+    assert [Path(path).name for path in forced] == ([".small.tmp"] if fsync else [])
+    forced.clear()
+    assert files.adopt(tmp_path / "others") == 16
+    files.force()
+    wanted = ["a/b/chunk", "others/file"], ["a", "a/b", "others", ""]
+    below = [str(Path(path).relative_to(tmp_path)).replace(".", "") for path in forced]
+    expected = [{name.replace(".", "") for name in names} for names in wanted]
+    assert [set(below[:2]), set(below[2:])] == (expected if fsync else [set(), set()])
+    assert len(below) == (6 if fsync else 0)
+    found = {name: digest._replace(blocks=b"") for name, digest in files.digests.items()}
+    assert found == digests.digest_tree(tmp_path)
+
+
+def test_what_was_given_up_leaves_no_trace(tmp_path):
+    files = FileBatch(tmp_path, fsync=True)
+    before = len(os.listdir("/proc/self/fd"))
+    files.make(tmp_path / "a" / "b")
+    files.write_chunk(tmp_path / "a" / "b" / "chunk", np.arange(9))
+    files.remove(tmp_path / "a")
+    assert not files.digests and not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before
+    files.force()
+
+
+_FORKING = """
+import os, sys, threading, numpy as np
+from pathlib import Path
+from deltackpt.resources.memory import aligned_buffer
+from deltackpt.storage.batch import FileBatch
+over = threading.Event()
+def fork():
+    while not over.is_set():
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+thread = threading.Thread(target=fork); thread.start()
+own, files = aligned_buffer(1 << 20), FileBatch(Path(sys.argv[1]), fsync=True)
+for n in range(16):
+    rows = own if n % 2 else np.empty(1 << 20, np.uint8)
+    rows[:] = n
+    files.write_chunk(Path(sys.argv[1]) / str(n), rows)
+files.force(); over.set(); thread.join()
+"""
+
+
+def test_while_the_process_forks(tmp_path):
+    subprocess.run([sys.executable, "-c", _FORKING, str(tmp_path)], check=True, timeout=280)
+    for n in range(16):
+        assert set((tmp_path / str(n)).read_bytes()[: 1 << 20]) == {n}
+
+
+def test_descriptors_stay_within_the_budget(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    files = FileBatch(tmp_path, fsync=True, descriptors=3)
+    for n in range(10):
+        files.write_chunk(tmp_path / str(n), np.arange(3))
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a manager says of committed steps, which it takes, and what it removes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flat_options import manager_options
+
+import deltackpt
+from deltackpt.errors import Damaged, OptionError, SaveFailed, StepNotFound
+from deltackpt.format import names
+
+policies = ocp.checkpoint_managers
+HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+LOSSES = {0: 3.0, 1: 1.0, 2: 2.0, 3: math.nan}
+
+
+def manager_of(root: Path, **options: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root, handlers=HANDLERS, options=manager_options(**{"durability": "process", **options})
+    )
+
+
+def save_all(manager: deltackpt.CheckpointManager, steps: range = range(4), **more: Any) -> Any:
+    state = model.initial()
+    touched = model.new_touched(state)
+    for step in steps:
+        metrics = {"loss": LOSSES[step]} if step in LOSSES else None
+        state, touched = model.train(state, touched, step)
+        manager.save(step, state, touched=touched, metrics=metrics, **more)
+    manager.wait()
+    return state
+
+
+def test_the_best_step_is_known_after_a_restart(tmp_path):
+    with manager_of(tmp_path) as manager:
+        save_all(manager, range(5), custom_metadata={"commit": "abc", "epoch": np.int32(3)})
+        assert manager.best_step("loss", mode="min") == 1
+    with manager_of(tmp_path, access="read") as manager:
+        assert manager.best_step("loss", mode="min") == 1
+        assert manager.best_step(lambda found: -found["loss"]) == 1
+        assert manager.best_step("loss") == 0
+        assert manager.best_step("accuracy") is None
+        assert manager.metrics(2) == {"loss": 2.0}
+        assert manager.metrics(4) is None
+        assert manager.custom_metadata(2) == {"commit": "abc", "epoch": 3}
+        with pytest.raises(StepNotFound, match="step 9"):
+            manager.metrics(9)
+        with pytest.raises(OptionError, match="BestN"):
+            manager.best_step()
+        with pytest.raises(OptionError, match="'max' or 'min'"):
+            manager.best_step("loss", mode="least")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_policy_of_retention_ranks_and_sees_what_was_saved_before_a_restart(tmp_path, wrapped):
+    policy = policies.BestN(get_metric_fn=lambda found: found["loss"], reverse=True, n=1)
+    kept = policies.AnyPreservationPolicy([policy, policies.LatestN(1)]) if wrapped else policy
+    bases = deltackpt.Consecutive(max_chain=1)
+    with manager_of(tmp_path, policy=bases) as manager:
+        state = save_all(manager, range(3))
+    with manager_of(tmp_path, policy=bases, retention=kept) as manager:
+        restored = manager.restore_latest(state)
+        manager.save(3, state, touched=restored.touched, metrics={"loss": 9.0})
+        manager.save(4, state, touched=restored.touched, metrics={"loss": 8.0})
+        manager.wait()
+        assert manager.best_step() == 1
+        # The best, its base, and the newest, which the next save builds on.
+        assert set(manager.all_steps()) >= {0, 1, 4} and 2 not in manager.all_steps()
+
+
+def test_stock_orbax_knows_the_metrics_and_the_best_step(tmp_path):
+    with manager_of(tmp_path) as manager:
+        save_all(manager, range(3), custom_metadata={"note": "x"})
+    options = ocp.CheckpointManagerOptions(
+        best_fn=lambda found: found["loss"], best_mode="min", read_only=True
+    )
+    with ocp.CheckpointManager(tmp_path, item_names=("dense",), options=options) as stock:
+        assert stock.best_step() == 1
+        assert stock.metrics(2) == {"loss": 2.0}
+        assert stock.metadata(2).custom_metadata == {"note": "x"}
+
+
+@pytest.mark.parametrize("given", [{"loss": jnp.ones(2)}, {"x": object()}, 3])
+def test_metrics_that_are_none_are_refused_before_anything_is_saved(tmp_path, given):
+    with manager_of(tmp_path) as manager:
+        state = model.initial()
+        with pytest.raises(OptionError, match="metrics: expected"):
+            manager.save(0, state, metrics=given)
+        assert manager.all_steps() == []
+        manager.save(0, state, metrics={"loss": jnp.float32(0.5), "nested": {"a": [1]}})
+        manager.wait()
+        assert manager.metrics(0) == {"loss": 0.5, "nested": {"a": [1]}}
+
+
+def test_damaged_metadata_is_said(tmp_path):
+    with manager_of(tmp_path) as manager:
+        save_all(manager, range(1))
+        (tmp_path / "0" / names.STEP_METADATA).write_text("{")
+        with pytest.raises(Damaged, match="JSON"):
+            manager.metrics(0)
+        assert manager.best_step("loss") is None
+
+
+def test_item_metadata_is_a_template(tmp_path):
+    state = {name: leaf for name, leaf in model.initial().items() if name != "key"}
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state)
+        manager.wait()
+        found = manager.item_metadata(1)
+        arrays = [leaf for leaf in jax.tree.leaves(found) if hasattr(leaf, "shape")]
+        shapes = [(leaf.shape, leaf.dtype) for leaf in arrays]
+        assert shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+        again = manager.restore(1, found)
+        plain = manager.restore(1)
+        for one, other in zip(
+            jax.tree.leaves(again.state), jax.tree.leaves(plain.state), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+        with pytest.raises(StepNotFound):
+            manager.item_metadata(7)
+
+
+def test_a_step_that_others_need_is_not_deleted(tmp_path):
+    with manager_of(tmp_path) as manager:
+        state = save_all(manager, range(4))
+        with pytest.raises(OptionError, match=r"steps \[2, 3\] are deltas on top"):
+            manager.delete(1)
+        manager.delete(3)
+        assert manager.all_steps() == [0, 1, 2]
+        with pytest.raises(StepNotFound, match="step 3"):
+            manager.delete(3)
+        # The number is free again, and the save that lost its parent builds on an older one.
+        saved = manager.save(3, state, touched=model.new_touched(state))
+        manager.wait()
+        assert saved.kind == "base"
+        np.testing.assert_array_equal(
+            manager.restore(3, state).state["tables"]["users"], state["tables"]["users"]
+        )
+        manager.delete(2)
+        manager.delete(1)
+        manager.delete(0)
+        assert manager.all_steps() == [3]
+        assert manager.restore_latest(state).step == 3
+
+
+def test_training_goes_on_after_its_newest_step_was_deleted(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    kinds = {}
+    with manager_of(tmp_path) as manager:
+        for step in range(5):
+            state, touched = model.train(state, touched, step)
+            kinds[step] = manager.save(step, state, touched=touched).kind
+            manager.wait()
+            if step == 2:
+                manager.delete(2)
+                assert manager.latest_step() == 1
+        restored = manager.restore_latest(state)
+    assert kinds == {0: "base", 1: "delta", 2: "delta", 3: "base", 4: "delta"}
+    assert restored is not None and restored.chain == (3, 4)
+    model.assert_same(restored.state, state)
+
+
+def test_a_reader_deletes_nothing(tmp_path):
+    with manager_of(tmp_path) as manager:
+        save_all(manager, range(1))
+    with manager_of(tmp_path, access="read") as manager, pytest.raises(OptionError, match="access"):
+        manager.delete(0)
+
+
+@pytest.mark.parametrize(
+    ("decision", "taken"),
+    [
+        (3, [0, 3, 6]),
+        (policies.FixedIntervalPolicy(4), [0, 4]),
+        (policies.SpecificStepsPolicy((2, 5)), [2, 5]),
+        (policies.InitialSavePolicy(), [0]),
+        (
+            policies.AnySavePolicy([policies.InitialSavePolicy(), policies.FixedIntervalPolicy(5)]),
+            [0, 5],
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_decision_is_that_of_the_policy(tmp_path, decision, taken):
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager_of(tmp_path, decision=decision) as manager:
+        for step in range(8):
+            expected = manager.should_save(step)
+            saved = manager.save(step, state, touched=touched)
+            assert (saved.kind is not None) == expected == (step in taken)
+            assert expected or "options.decision" in saved.reason
+        manager.wait()
+        assert manager.all_steps() == taken
+        assert manager.save(9, state, touched=touched, force=True).kind is not None
+        assert manager.save(10, state, touched=touched, force_base=True).kind == "base"
+
+
+@pytest.mark.parametrize("bad", [0, -2])
+def test_no_interval_is_below_one(bad):
+    with pytest.raises(OptionError, match="decision"):
+        deltackpt.ManagerOptions(decision=bad)
+
+
+def test_what_failed_in_the_background_is_raised_once_without_a_wait(tmp_path, monkeypatch):
+    from deltackpt.save import step as steps
+
+    state = model.initial()
+    with manager_of(tmp_path) as manager:
+        assert not manager.is_saving_in_progress()
+        manager.check_for_errors()
+        with monkeypatch.context() as patched:
+            patched.setattr(steps, "_commit", lambda *_: 1 / 0)
+            manager.save(0, state)
+            while manager.is_saving_in_progress():
+                pass
+        with pytest.raises(SaveFailed, match="division by zero"):
+            manager.check_for_errors()
+        manager.check_for_errors()
+        manager.save(0, state)
+        manager.wait()
+        assert manager.latest_step() == 0

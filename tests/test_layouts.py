@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed once per layout, and the chain that manifests name as a hint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt.errors import BrokenChain, Damaged
+from deltackpt.format import chain, manifest, names, records
+from deltackpt.format.manifest import Manifest
+from deltackpt.reading import ahead, reader, saves
+from deltackpt.save import division
+from deltackpt.state import ownership
+from deltackpt.state.remembered import ByLayout
+from deltackpt.storage.store import Spot
+
+HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
+OPTIONS = deltackpt.ManagerOptions(
+    deltas=deltackpt.DeltaOptions(
+        policy=deltackpt.Consecutive(max_chain=1000, max_restore_ratio=1e9)
+    )
+)
+
+
+def a_state(count: int, rows: int = 64, width: int = 4):
+    random = np.random.default_rng(0)
+    return {
+        "tables": {
+            f"t{number:03d}": jnp.asarray(random.random((rows, width), np.float32))
+            for number in range(count)
+        },
+        "bias": jnp.zeros(3),
+    }
+
+
+def moved(state, touched, ids):
+    tables = {name: table.at[ids].add(1) for name, table in state["tables"].items()}
+    marked = deltackpt.touched.mark(touched, dict.fromkeys(tables, ids))
+    return {**state, "tables": tables}, marked
+
+
+def saved(root: Path, count: int, steps: int):
+    """A chain of so many steps of a state of so many tables; the states that were saved."""
+    state = a_state(count)
+    touched, states = deltackpt.touched.init(state["tables"]), []
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
+        for step in range(steps):
+            manager.save(step, state, touched=touched)
+            manager.wait()
+            states.append(state)
+            state, touched = moved(state, touched, jnp.array([step % 64, 63]))
+    return states
+
+
+def head_of(root: Path, step: int) -> Manifest:
+    return saves.read_save(root / str(step)).head
+
+
+def rewrite(root: Path, step: int, **changed) -> None:
+    """Puts another manifest in the place of one."""
+    path = root / str(step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    record = dataclasses.replace(head_of(root, step), **changed)
+    path.write_bytes(manifest.to_bytes(record))
+
+
+# --- Once per layout -----------------------------------------------------------------------------
+
+
+def test_ownership_is_asked_once_for_a_layout_and_not_at_each_save(tmp_path):
+    tables = deltackpt.Tables(select="tables/*")
+    state = a_state(7)
+    touched = deltackpt.touched.init(state["tables"])
+    with (
+        mock.patch.object(ownership, "shares", wraps=ownership.shares) as shares,
+        deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager,
+    ):
+        counts = []
+        for step in range(4):
+            manager.save(step, state, touched=touched)
+            manager.wait()
+            counts.append(shares.call_count)
+            state, touched = moved(state, touched, jnp.array([1]))
+    assert counts == [7] * 4
+
+
+def test_a_state_of_other_shardings_is_divided_anew(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",))
+    specs = [jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x")]
+    state = a_state(3)
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        for step, spec in enumerate(specs * 2):
+            placed = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.P()))
+            placed["tables"] = jax.device_put(
+                state["tables"], jax.sharding.NamedSharding(mesh, spec)
+            )
+            touched = deltackpt.touched.init(placed["tables"])
+            manager.save(step, placed, touched=touched)
+            manager.wait()
+            found = manager.restore(step, placed)
+            model.assert_same(found.state, placed)
+
+
+def test_many_small_tables_restore_as_they_were_saved(tmp_path):
+    states = saved(tmp_path, 150, 4)
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=OPTIONS) as manager:
+        for step, state in enumerate(states):
+            model.assert_same(manager.restore(step, state).state, state)
+
+
+def test_tables_whose_stamps_are_in_two_touch_states_are_looked_at_one_by_one(tmp_path):
+    state = a_state(2)
+    first, second = (deltackpt.touched.init(state["tables"]) for _ in range(2))
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        manager.save(0, {**state, "marks": first}, touched=second)
+        moved_once, first = moved(state, first, jnp.array([5]))
+        moved_twice, second = moved(moved_once, second, jnp.array([9]))
+        manager.save(1, {**moved_twice, "marks": first}, touched=second)
+        [_, report] = manager.wait()
+        assert (report.intent.kind, report.rows) == ("delta", 4)
+        model.assert_same(manager.restore(1, moved_twice).state, moved_twice)
+
+
+def test_what_is_remembered_by_layout_is_not_that_of_another_equal_one():
+    known: ByLayout[int] = ByLayout()
+    one, other = (manifest.Layout((), (), (), ()) for _ in range(2))
+    assert known.get(one, "a", lambda: 1) == 1
+    assert known.get(one, "a", lambda: 2) == 1
+    assert known.get(one, "b", lambda: 3) == 3
+    assert known.get(other, "a", lambda: 4) == 4
+    known.clear()
+    assert known.get(one, "a", lambda: 5) == 5
+
+
+def test_a_division_keeps_no_array(tmp_path):
+    state = a_state(2)
+    split = deltackpt.split(state, HANDLERS["embeddings"])
+    found = division.of(split.layout, split.fields, {})
+    plans = [
+        plan for by_rows in found.fields.values() for p in by_rows.values() for plan in p.values()
+    ]
+    assert plans
+    leaves = jax.tree.leaves([dataclasses.astuple(plan) for plan in plans])
+    assert not any(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+# --- Manifests that are alike --------------------------------------------------------------------
+
+
+def test_manifests_of_one_run_share_what_is_alike(tmp_path):
+    saved(tmp_path, 3, 3)
+    heads = [head_of(tmp_path, step) for step in range(3)]
+    assert heads[1].tables is heads[2].tables
+    assert heads[1].groups is heads[2].groups
+    assert heads[1].save_id != heads[2].save_id
+
+
+def test_what_is_decoded_quickly_is_what_the_strict_builder_makes(tmp_path):
+    saved(tmp_path, 3, 2)
+    for step in range(2):
+        path = tmp_path / str(step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+        quick = manifest.from_bytes(path.read_bytes(), name="quick")
+        with mock.patch.object(records, "quickly", lambda *args, **kwargs: None):
+            assert manifest.from_bytes(path.read_bytes(), name="strict") == quick
+
+
+@pytest.mark.parametrize(
+    "changed", [{"tables": 3}, {"kind": "neither"}, {"save_id": None}, {"parents": ["../x"]}]
+)
+def test_a_record_that_cannot_be_is_named_in_outline_and_as_a_whole(tmp_path, changed):
+    saved(tmp_path, 1, 1)
+    path = tmp_path / "0" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    record = head_of(tmp_path, 0)
+    body = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    made = dataclasses.make_dataclass("Body", list(body))(**(body | changed))
+    path.write_bytes(records.to_bytes(made, "deltackpt.manifest"))
+    with pytest.raises(Damaged):
+        saves.read_save(tmp_path / "0")
+    if "tables" not in changed:  # Of which an outline says nothing.
+        with pytest.raises(Damaged):
+            saves.read_info(tmp_path / "0")
+
+
+def test_the_outline_of_a_save_says_what_its_manifest_does(tmp_path):
+    saved(tmp_path, 3, 3)
+    for step in range(3):
+        assert saves.read_info(tmp_path / str(step)) == saves.read_save(tmp_path / str(step)).info
+
+
+# --- The chain as a hint -------------------------------------------------------------------------
+
+
+def test_a_delta_names_its_parents_nearest_first_and_so_many_at_most(tmp_path):
+    with mock.patch("deltackpt.save.branch.MOST_PARENTS", 3):
+        saved(tmp_path, 1, 6)
+    assert [head_of(tmp_path, step).parents for step in range(6)] == [
+        (),
+        ("0",),
+        ("1", "0"),
+        ("2", "1", "0"),
+        ("3", "2", "1"),
+        ("4", "3", "2"),
+    ]
+
+
+def test_a_run_that_goes_on_from_a_restored_step_names_its_chain(tmp_path):
+    [*_, state] = saved(tmp_path, 1, 3)
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=OPTIONS) as manager:
+        result = manager.restore_latest(state)
+        assert result is not None
+        state, touched = moved(result.state, result.touched, jnp.array([7]))
+        assert manager.save(3, state, touched=touched).kind == "delta"
+        manager.wait()
+    assert head_of(tmp_path, 3).parents == ("2", "1", "0")
+
+
+@pytest.fixture
+def slow_store():
+    """A store whose every answer counts as slow, so that hints are followed at once."""
+    with mock.patch.object(ahead, "_SLOW_SECS", -1.0), mock.patch.object(ahead, "_SLOW_READS", 1):
+        yield
+
+
+def test_a_slow_store_is_read_ahead_by_the_hint(tmp_path, slow_store):
+    saved(tmp_path, 1, 5)
+    with mock.patch.object(
+        ahead.Ahead, "want", autospec=True, side_effect=ahead.Ahead.want
+    ) as want:
+        found = saves.read_chain(tmp_path / "4")
+    assert [save.info.step_dir for save in found] == ["0", "1", "2", "3", "4"]
+    assert want.call_count == 5
+
+
+@pytest.mark.parametrize(
+    "parents", [(), ("1", "2"), ("99", "98"), ("0", "0", "4"), tuple(map(str, range(200)))]
+)
+def test_a_wrong_hint_gives_the_chain_of_the_parents_all_the_same(tmp_path, slow_store, parents):
+    states = saved(tmp_path, 2, 5)
+    for step in (2, 4):
+        rewrite(tmp_path, step, parents=parents)
+    found = saves.read_chain(tmp_path / "4")
+    assert [save.info.step_dir for save in found] == ["0", "1", "2", "3", "4"]
+    fields = reader.restore_tables(found).fields
+    for name, table in states[4]["tables"].items():
+        np.testing.assert_array_equal(fields[f"tables/{name}"]["values"], table)
+
+
+def test_a_hint_does_not_stand_for_a_parent_that_is_another_save(tmp_path, slow_store):
+    saved(tmp_path, 1, 4)
+    other = dataclasses.replace(head_of(tmp_path, 2).save_id, attempt=77)
+    rewrite(tmp_path, 2, save_id=other)
+    with pytest.raises(BrokenChain, match="expected save id"):
+        saves.read_chain(tmp_path / "3")
+
+
+def test_what_was_altered_is_damage_though_it_was_read_ahead(tmp_path, slow_store):
+    saved(tmp_path, 1, 4)
+    path = tmp_path / "1" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match="1/embeddings"):
+        saves.read_chain(tmp_path / "3")
+
+
+def test_a_fast_store_is_not_read_ahead(tmp_path):
+    saved(tmp_path, 1, 4)
+    with mock.patch.object(ahead, "_SLOW_SECS", 3600.0):
+        with mock.patch.object(ahead.concurrent.futures, "ThreadPoolExecutor") as pool:
+            saves.read_chain(tmp_path / "3")
+    pool.assert_not_called()
+
+
+def test_an_object_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_store):
+    (tmp_path / "there").write_bytes(b"1")
+    at = Spot(saves.spot(tmp_path / "there").store, "there")
+    missing = Spot(at.store, "missing")
+    with ahead.Ahead() as reading:
+        assert reading.read(at, "there") == b"1"
+        reading.want([missing])
+        (tmp_path / "missing").write_bytes(b"2")
+        assert reading.read(missing, "missing") == b"2"
+
+
+def test_info_is_of_a_chain(tmp_path):
+    saved(tmp_path, 1, 2)
+    infos = [saves.read_info(tmp_path / str(step)) for step in range(2)]
+    by_dir = {info.step_dir: info for info in infos}
+    assert chain.restore_chain(infos[1], by_dir) == tuple(infos)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL of real processes, one and two, at each moment at which a step is not all there yet.
+
+``test_step_transaction.py`` does the same with copies; ``long/test_kills.py`` at any I/O call.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import many_worker
+import pytest
+from many import Job, Server
+from many_worker import Model
+from test_processes import (
+    PEERS_SECS,
+    assert_misses,
+    assert_read_alone,
+    saved,
+    started,
+    step_numbers,
+)
+
+import deltackpt
+
+pytestmark = pytest.mark.processes
+
+#: Moments of process 0, how often it passes the place before, and whether the step is committed.
+COMMIT = [
+    ("commit: digests", 0, False),
+    ("commit: after the digests", 0, False),
+    ("commit: before the rename", 0, False),
+    ("commit: between the rename and the fsync", 0, True),
+    ("commit: after the rename", 0, True),
+]
+ALONE = [
+    ("before its part", 0, False),
+    ("during its part", 0, False),
+    ("before a force", 0, False),
+    ("after a force", 0, False),
+    *COMMIT,
+]
+#: It forces while the others write the tables, then what it has of the rest, then all again.
+FIRST = [
+    *(
+        (moment, after, False)
+        for after in range(3)
+        for moment in ("before a force", "after a force")
+    ),
+    ("before the merge", 0, False),
+    *COMMIT,
+]
+#: With its word process 0 has all that it needs.
+SECOND = [
+    ("before a force", 0, False),
+    ("after a force", 0, False),
+    ("before its word", 0, False),
+    ("after its word", 0, True),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "victim", "moment", "after", "committed"),
+    [
+        *((1, 0, *case) for case in ALONE),
+        *((2, 0, *case) for case in FIRST),
+        *((2, 1, *case) for case in SECOND),
+    ],
+)
+def test_killed_at_any_moment_every_committed_step_is_intact(
+    server, tmp_path, processes, victim, moment, after, committed
+):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=processes, devices=1, apart=True) as job:
+        started(job, root, {"mesh": [processes, 1]})
+        saved(job, 0)
+        saved(job, 1)
+        job.all("train", to=2)
+        job.all("limit", processes_secs=PEERS_SECS)
+        armed = job.processes[victim]
+        armed.ask("arm", at=moment, action="kill", after=after)
+        assert "error" not in armed.answer()
+        job.ask("save")
+        job.ask("wait")
+        armed.wait_reached(moment)
+        job.answers()
+        waits = job.answers()
+        assert armed.status == -signal.SIGKILL
+        if processes == 2:
+            if committed:
+                assert "error" not in waits[1 - victim], waits
+            else:
+                assert_misses(waits[1 - victim], victim)
+    assert step_numbers(root) == ([0, 1, 2] if committed else [0, 1])
+    for step in step_numbers(root):
+        assert_read_alone(root, step)
+    assert_goes_on_alone(root)
+
+
+def test_a_step_of_two_whose_very_last_fsync_failed_stands_for_both(server, tmp_path):
+    """Process 0 is told that it may not survive a power cut; both go on from it."""
+    root, place = tmp_path / "root", {"mesh": [2, 1]}
+    with Job(server, tmp_path / "jobs", processes=2, devices=1) as job:
+        started(job, root, place)
+        saved(job, 0)
+        job.all("train", to=1)
+        job.processes[0].ask("fault", at="commit: between the rename and the fsync", number=5)
+        assert "error" not in job.processes[0].answer()
+        job.all("save")
+        first, second = job.each("wait")
+        assert first["error"]["cause"]["type"] == "StorageError" and "error" not in second
+        for step in (2, 3):
+            assert saved(job, step)[0]["kind"] == "delta"
+        found = job.all("restore_latest", place=place, like=3)
+        assert {(answer["step"], answer["wrong"]) for answer in found} == {(3, None)}
+        job.close()
+    assert step_numbers(root) == [0, 1, 2, 3]
+
+
+def assert_goes_on_alone(root: Path) -> None:
+    """The next manager finds nothing but steps, and goes on from the newest with a delta."""
+    newest, known = max(step_numbers(root)), Model()
+    with deltackpt.CheckpointManager(root, handlers={"embeddings": many_worker.tables()}) as saver:
+        assert not list(root.glob("*.orbax-checkpoint-tmp*"))
+        found = saver.restore_latest(known.at(newest))
+        assert found is not None and found.touched is not None
+        assert (found.step, found.skipped) == (newest, ())
+        ids = {f"tables/{name}": rows for name, rows in known.changed(newest + 1).items()}
+        marks = deltackpt.touched.mark(found.touched, ids)
+        state = known.at(newest + 1)
+        assert saver.save(newest + 1, state, touched=marks).kind == "delta"
+        saver.wait()
+    assert_read_alone(root, newest + 1)

@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that is cut, refused or forced at each of its moments: all of it is there, or nothing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import model
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
+from deltackpt.resources.workers import Workers
+from deltackpt.save import flight
+from deltackpt.save import step as steps
+from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.save.step import Step
+from deltackpt.storage import batch as batches
+from deltackpt.storage import files
+from deltackpt.storage.batch import FileBatch
+
+HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+LIMIT_SECS = 60
+
+
+def opened(root: Path, **options: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(
+        root, handlers=HANDLERS, options=deltackpt.ManagerOptions(**options)
+    )
+
+
+def states(count: int) -> list[tuple[Any, Any]]:
+    """Steps 0 to ``count``: the state and its TouchState."""
+    state = model.initial()
+    found = [(state, model.new_touched(state))]
+    for step in range(1, count + 1):
+        found.append(model.train(*found[-1], step))
+    return found
+
+
+def names_in(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if not path.name.startswith(("lease", ".lease"))}
+
+
+def assert_only(root: Path, committed: list[int]) -> None:
+    """The directory holds these steps, and nothing else of a save."""
+    found = names_in(root) - {"deleted"}
+    assert found == {str(step) for step in committed}, found
+
+
+# A cut at each moment: what a process leaves that is killed there is copied.
+
+
+def before(owner: Any, name: str) -> Callable[[Callable[[], None]], mock._patch]:
+    return _called(owner, name, early=True)
+
+
+def after(owner: Any, name: str) -> Callable[[Callable[[], None]], mock._patch]:
+    return _called(owner, name, early=False)
+
+
+def _called(owner: Any, name: str, *, early: bool) -> Callable[[Callable[[], None]], mock._patch]:
+    def patched(reached: Callable[[], None]) -> mock._patch:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if early:
+                reached()
+            found = real(*arguments, **options)
+            if not early:
+                reached()
+            return found
+
+        return mock.patch.object(owner, name, call)
+
+    return patched
+
+
+#: Moments of a step in their order, and whether it is committed there.
+MOMENTS = {
+    "before anything": (before(steps, "write"), False),
+    "before the tables": (before(flight.PendingSave, "write"), False),
+    "after the tables": (after(flight.PendingSave, "write"), False),
+    "before the dense leaves": (before(DenseLeaves, "write"), False),
+    "after the dense leaves": (after(DenseLeaves, "write"), False),
+    "before the digests": (before(steps, "_write_digests"), False),
+    "after the digests": (after(steps, "_write_digests"), False),
+    "before the force": (before(FileBatch, "force"), False),
+    "after the force": (after(FileBatch, "force"), False),
+    "before the rename": (before(files, "rename"), False),
+    "between the rename and the parent's fsync": (before(files, "fsync_path"), True),
+    "after the parent's fsync": (after(files, "fsync_path"), True),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["base", "delta"])
+def test_cut_at_any_moment_every_committed_step_is_intact(tmp_path, kind, moment):
+    patched, committed = MOMENTS[moment]
+    root, image, known = tmp_path / "root", tmp_path / "image", states(3)
+
+    def cut() -> None:
+        if not image.exists():
+            shutil.copytree(root, image)
+
+    with opened(root) as saver:
+        for step in (0, 1):
+            saver.save(step, known[step][0], touched=known[step][1])
+            saver.wait()
+        with patched(cut):
+            saver.save(2, known[2][0], touched=known[2][1], force_base=kind == "base")
+            saver.wait()
+    standing = [0, 1, 2] if committed else [0, 1]
+    left = names_in(image) - {str(step) for step in standing}
+    assert all(name.startswith("2.orbax-checkpoint-tmp") for name in left)
+    # Beside a trainer nobody is disturbed by what is under way.
+    with opened(image, access="read") as reader:
+        assert reader.all_steps() == standing
+        for step in standing:
+            model.assert_same(reader.restore(step, known[step][0]).state, known[step][0])
+    with opened(image) as saver:
+        assert_only(image, standing)
+        found = saver.restore_latest(known[0][0])
+        assert found.step == standing[-1] and not found.skipped
+        model.assert_same(found.state, known[found.step][0])
+        after_it = model.train(found.state, found.touched, 7)
+        assert saver.save(found.step + 1, after_it[0], touched=after_it[1]).kind == "delta"
+        saver.wait()
+        model.assert_same(saver.restore_latest(known[0][0]).state, after_it[0])
+
+
+# What is refused.
+
+
+def descriptors_of(step: Path) -> list[str]:
+    """What this process holds open of a step; what was removed counts."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # Of another thread, or of the listing itself.
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in found if path.startswith(f"{step}.")]
+
+
+@contextlib.contextmanager
+def refused(call: str, number: int, root: Path) -> Iterator[list[str]]:
+    """Each call of ``os`` for something of step 2 fails with an errno; gives what it was for."""
+    real, told = getattr(os, call), []
+
+    def failing(what: Any, *arguments: Any, **options: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+        # What removes the step reads directories, and closes them.
+        spared = call == "open" and not arguments[0] & os.O_CREAT
+        spared |= call == "close" and os.path.isdir(path)
+        if path.startswith(f"{root}/2.") and not spared:
+            told.append(path)
+            if call == "close":
+                real(what)  # As the kernel does, whatever it says.
+            raise OSError(number, os.strerror(number))
+        return real(what, *arguments, **options)
+
+    with mock.patch.object(os, call, failing):
+        yield told
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "call", ["open", "mkdir", "pwrite", "ftruncate", "fsync", "close", "rename"]
+)
+def test_what_is_refused_is_a_typed_error_and_the_next_save_has_the_rows(tmp_path, call, number):
+    root, known = tmp_path / "root", states(3)
+    if call == "ftruncate":
+        # Only of what is written past the page cache.
+        patched = mock.patch.object(batches, "_DIRECT_BYTES", 1)
+    else:
+        patched = contextlib.nullcontext()
+    with opened(root) as saver, patched:
+        for step in (0, 1):
+            saver.save(step, known[step][0], touched=known[step][1])
+            saver.wait()
+        lent = len(saver._run.staging._lent)
+        with refused(call, number, root) as told:
+            with pytest.raises(SaveFailed, match="no touched row is lost") as raised:
+                saver.save(2, known[2][0], touched=known[2][1])
+                saver.wait()
+            assert told
+        cause = raised.value.__cause__
+        assert type(cause) is (StorageError if number == errno.EIO else OutOfSpace), cause
+        assert saver.all_steps() == [0, 1]
+        assert_only(root, [0, 1])
+        assert not descriptors_of(root / "2")
+        assert len(saver._run.staging._lent) == lent
+        assert saver.save(3, known[3][0], touched=known[3][1]).kind == "delta"
+        saver.wait()
+        assert_only(root, [0, 1, 3])
+        model.assert_same(saver.restore_latest(known[0][0]).state, known[3][0])
+
+
+def test_a_step_whose_very_last_fsync_failed_stands_and_is_gone_on_from(tmp_path):
+    known = states(3)
+    with opened(tmp_path) as saver:
+        saver.save(1, known[1][0], touched=known[1][1])
+        saver.wait()
+        with mock.patch.object(files, "fsync_path", side_effect=OSError(errno.EIO, "injected")):
+            with pytest.raises(SaveFailed) as raised:
+                saver.save(2, known[2][0], touched=known[2][1])
+                saver.wait()
+        assert type(raised.value.__cause__) is StorageError
+        saver.save(3, known[3][0], touched=known[3][1])
+        saver.wait()
+        model.assert_same(saver.restore(2, known[0][0]).state, known[2][0])
+        model.assert_same(saver.restore(3, known[0][0]).state, known[3][0])
+
+
+def test_host_rows_are_released_though_nothing_could_be_written(tmp_path):
+    """The training thread waits for that where arrays are numpy's."""
+    state, marks = states(0)[0]
+    state["tables"]["users"] = np.array(state["tables"]["users"])
+    with opened(tmp_path) as saver:
+        with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.ENOSPC, "injected")):
+            saver.save(0, state, touched=marks)
+            with pytest.raises(SaveFailed, match="no touched row is lost"):
+                saver.wait()
+        saver.save(1, state, touched=marks)
+        saver.wait()
+
+
+# Several processes.
+
+
+class Written:
+    """An item: one file of each process below a directory of its own, and one of process 0."""
+
+    def __init__(self, started: threading.Event | None = None):
+        self._started = started
+
+    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        if self._started is not None:
+            assert self._started.wait(LIMIT_SECS)
+        own = item_dir / f"of.{others.process}"
+        batch.make(own)
+        batch.write(own / "small", b"a few bytes")
+        batch.write_chunk(own / "chunk", np.arange(100_000))
+
+    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        batch.write(item_dir / "merged", b"of all")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_nothing_is_told_before_it_is_forced_however_late_a_process_is(tmp_path, late):
+    """After a power cut nothing is left but what was forced: followed call by call."""
+    final = tmp_path / "5"
+    temporary = steps.temporary_dir(final, "run-1")
+    others_wrote, lock = threading.Event(), threading.Lock()
+    forced: dict[str, set[str]] = {}
+    at_word: list[set[str]] = []
+    at_commit: list[set[str]] = []
+    real_fsync, real_rename = os.fsync, os.rename
+    real_told = Rendezvous.await_written, Rendezvous.await_commit
+
+    def contents(path: str) -> set[str]:
+        return set(os.listdir(path)) if os.path.isdir(path) else set()
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        names = contents(path)
+        real_fsync(descriptor)
+        with lock:
+            forced[path] = names
+
+    def unforced() -> set[str]:
+        """Files and directories below the step of which something was never forced."""
+        with lock:
+            return {
+                path
+                for top, folders, inside in os.walk(temporary)
+                for path in [top, *(os.path.join(top, name) for name in inside)]
+                if path not in forced or contents(path) - forced[path]
+            }
+
+    def rename(source: Any, target: Any) -> None:
+        if Path(target) == final:
+            at_commit.append(unforced())
+        elif "digests.step.1" in Path(target).name:
+            own = f"{temporary}/item/of.1"
+            at_word.append({path for path in unforced() if path.startswith((own, str(source)))})
+        real_rename(source, target)
+
+    def meeting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            others_wrote.set()
+            return real(*arguments)
+
+        return call
+
+    workers = Workers()
+
+    def run(process: int) -> Any:
+        step = Step(
+            final=final,
+            items={"item": Written(others_wrote if process == late else None)},
+            tables="embeddings",
+            others=Rendezvous(
+                temporary=temporary, process=process, count=2, timeout_secs=LIMIT_SECS
+            ),
+            fsync=True,
+            metadata=lambda: b"{}",
+            check=lambda: None,
+        )
+        return steps.write(step, workers)
+
+    with (
+        mock.patch.object(os, "fsync", fsync),
+        mock.patch.object(os, "rename", rename),
+        mock.patch.object(Rendezvous, "await_written", meeting(real_told[0])),
+        mock.patch.object(Rendezvous, "await_commit", meeting(real_told[1])),
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        for done in [pool.submit(run, process) for process in range(2)]:
+            done.result(LIMIT_SECS)
+    workers.close()
+    assert at_word == [set()] and at_commit == [set()]
+    assert forced[str(tmp_path)] >= {"5"}
+    assert not temporary.exists() and (final / "item" / "of.1" / "chunk").exists()
+
+
+def test_a_save_ahead_of_process_0_is_not_taken_for_what_a_failed_one_left(tmp_path):
+    """Another process may write the next step before process 0 has settled the one before it."""
+    known = states(3)
+    with opened(tmp_path) as saver:
+        with mock.patch.object(flight.PendingSave, "write", side_effect=OSError(5, "injected")):
+            saver.save(1, known[1][0], touched=known[1][1])
+            with pytest.raises(SaveFailed):
+                saver.wait()
+        ahead = steps.temporary_dir(tmp_path / "3", f"{saver._run.lineage.run}-3")
+        saver.save(2, known[2][0], touched=known[2][1])
+        ahead.mkdir()
+        saver.wait()
+        assert ahead.is_dir()
+
+
+def test_what_another_process_removes_meanwhile_needs_no_force(tmp_path):
+    """A handler of Orbax on process 0 writes beside, and renames what it wrote."""
+    (tmp_path / "item" / "inner").mkdir(parents=True)
+    for name in ("item/there", "item/inner/there"):
+        (tmp_path / name).write_text("x")
+    real = os.walk
+
+    def walk(*arguments: Any, **options: Any) -> Any:
+        for folder, folders, inside in real(*arguments, **options):
+            yield folder, folders, ["gone", *inside]
+        yield str(tmp_path / "item" / "gone too"), [], []
+
+    forced = []
+    with (
+        mock.patch.object(os, "walk", walk),
+        mock.patch.object(
+            os, "fsync", lambda fd: forced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        ),
+    ):
+        files.fsync_tree(tmp_path / "item", while_others_write=True)
+        with pytest.raises(StorageError, match="force to disk"):
+            files.fsync_tree(tmp_path / "item")
+    below = {str(Path(path).relative_to(tmp_path)) for path in forced}
+    assert below == {"item", "item/there", "item/inner", "item/inner/there"}
+
+
+# Memory.
+
+
+def test_a_thread_that_writes_into_a_numpy_leaf_during_a_base_is_found(tmp_path):
+    state, marks = states(0)[0]
+    # Of a group of its own, so that it is written from where it is.
+    leaf = state["tables"]["tiny"] = np.array(state["tables"]["tiny"])
+    taken, changed, over = threading.Event(), threading.Event(), threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            if taken.wait(0.01):
+                leaf[3] += 1
+                changed.set()
+
+    real = batches._Chunk.crc_again
+
+    def crc_again(chunk: Any) -> int:
+        taken.set()
+        changed.clear()  # Anew since this chunk was written.
+        assert changed.wait(LIMIT_SECS)
+        return real(chunk)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        with opened(tmp_path) as saver:
+            with mock.patch.object(batches._Chunk, "crc_again", crc_again):
+                saver.save(0, state, touched=marks)
+                with pytest.raises(SaveFailed, match="changed while they were written"):
+                    saver.wait()
+            over.set()
+            thread.join()
+            assert saver.all_steps() == []
+            assert saver.save(1, state, touched=marks).kind == "base"
+            saver.wait()
+            model.assert_same(saver.restore_latest(state).state, state)
+    finally:
+        over.set()
+        thread.join()
+
+
+_CHILD = """
+import os
+from deltackpt.storage import batch
+mine = batch._bounce()
+mine[:2] = 1
+if (child := os.fork()) == 0:
+    batch._bounce()[:2] = 2
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert batch._bounce() is mine and set(mine[:2]) == {1}
+"""
+
+
+@pytest.mark.processes
+def test_a_forked_child_has_memory_of_its_own_to_write_from():
+    """Memory to write from is shared with children: what is under way must be whole."""
+    subprocess.run([sys.executable, "-c", _CHILD], check=True, timeout=LIMIT_SECS)
+
+
+_FORKING = """
+import os, sys, threading, warnings
+import leaver, model, deltackpt
+warnings.simplefilter("ignore")  # Of threads and forks: the child does nothing.
+over = threading.Event()
+def fork():
+    while not over.is_set():
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+known = leaver.states(6)
+thread = threading.Thread(target=fork)
+thread.start()
+try:
+    with deltackpt.CheckpointManager(sys.argv[1], handlers=leaver.HANDLERS) as saver:
+        for step, (state, marks) in enumerate(known):
+            saver.save(step, state, touched=marks, force_base=step % 3 == 0)
+            saver.wait()
+finally:
+    over.set()
+    thread.join()
+"""
+
+
+@pytest.mark.processes
+def test_saves_of_a_process_that_forks_all_the_time_hold_what_was_saved(tmp_path):
+    """As input pipelines do: a direct write and a fork at once lose data of private memory."""
+    subprocess.run(
+        [sys.executable, "-c", _FORKING, str(tmp_path)],
+        check=True,
+        timeout=280,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+    known = states(6)
+    with opened(tmp_path, access="read") as reader:
+        for step in reader.all_steps():
+            model.assert_same(reader.restore(step, known[step][0]).state, known[step][0])
+        assert reader.all_steps() == list(range(7))
+
+
+def test_a_save_that_nobody_waits_for_any_longer_still_commits(tmp_path):
+    state, marks = states(0)[0]
+    go, real = threading.Event(), flight.PendingSave.write
+
+    def later(*arguments: Any) -> None:
+        assert go.wait(LIMIT_SECS)
+        real(*arguments)
+
+    saver = opened(tmp_path, timeouts=deltackpt.Timeouts(close_secs=0.05))
+    with mock.patch.object(flight.PendingSave, "write", later):
+        saver.save(0, state, touched=marks)
+        late = saver._saver.in_flight.future
+        with pytest.raises(DeltackptError, match="still running"):
+            saver.close()
+        go.set()
+        late.result(LIMIT_SECS)
+    with opened(tmp_path, access="read") as reader:
+        model.assert_same(reader.restore(0, state).state, state)

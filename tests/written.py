@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays and dense leaves as the package writes them, for tests of what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltackpt import processes
+from deltackpt.format.manifest import ArrayEntry
+from deltackpt.resources.staging import Staging
+from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.rendezvous import of_this_process
+from deltackpt.storage import writer
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.crc import ChunkSums
+from deltackpt.storage.digests import Digest
+
+
+def write_array(
+    directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool = False
+) -> dict[str, ChunkSums]:
+    """Writes an array; gives its chunks' checksums by their paths below it."""
+    found = write_digested(directory, entry, pieces, fsync=fsync)
+    return {name: ChunkSums(one.tail, one.blocks) for name, one in found.items() if one.blocks}
+
+
+def write_digested(
+    directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool = False
+) -> dict[str, Digest]:
+    """Writes an array; gives the digests of its files by their paths below it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    batch = FileBatch(directory.parent, fsync=fsync)
+    writer.write_array(directory, entry, pieces, batch)
+    batch.force()
+    return batch.below(directory, relative_to=directory)
+
+
+def write_dense(
+    item_dir: Path, tree: Any, *, meet: Callable[[], None] = lambda: None
+) -> dict[str, Digest]:
+    """Writes a tree as dense leaves; gives the digests of this process's files.
+
+    Args:
+      item_dir: existing directory.
+      tree: nested containers of leaves.
+      meet: returns when all processes have written.
+    """
+    others, batch = of_this_process(item_dir.parent, 60.0), FileBatch(item_dir, fsync=True)
+    leaves = DenseLeaves.take(tree, processes.index(), Staging(1 << 30))
+    leaves.write(item_dir, batch, others)
+    meet()
+    if others.process == 0:
+        leaves.complete(item_dir, batch, others)
+    batch.force()
+    return batch.digests
