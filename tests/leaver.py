@@ -92,6 +92,9 @@ def end(task: dict[str, Any]) -> None:
     """Ends this program as the task says."""
     leaving.set()
     print(json.dumps({"note": "leaving"}), flush=True)
+    if task["ending"] == "interrupted":
+        # Runs before what the manager has registered, as a Ctrl-C that comes just then.
+        threading._register_atexit(lambda: signal.raise_signal(signal.SIGINT))  # type: ignore[attr-defined]
     if task["ending"] == "raise":
         raise ValueError("the training diverged")
     if task["ending"] == "exit":

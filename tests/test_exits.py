@@ -138,6 +138,14 @@ def test_ctrl_c_gives_up_a_save_that_is_waited_for(tmp_path):
     assert_restores(tmp_path, 1)
 
 
+def test_ctrl_c_before_the_save_is_waited_for_loses_nothing(tmp_path):
+    """It breaks off what Python does at its end before the manager hears of it."""
+    found = leave(tmp_path, ending="interrupted", stage="all")
+    assert found.returncode == 0, found.stderr
+    assert "KeyboardInterrupt" in found.stderr
+    assert_restores(tmp_path, 2)
+
+
 def test_a_manager_that_nobody_holds_any_more_finishes_its_save(tmp_path):
     found = leave(tmp_path, stage="all", where="dropped")
     assert found.returncode == 0, found.stderr

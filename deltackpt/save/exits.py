@@ -10,12 +10,16 @@ work any more, and the background of a save needs both. What comes in time depen
 - 3.12.0 and 3.12.1 start no thread once the program's own code has ended
   (https://github.com/python/cpython/issues/113964): there ``sys.monitoring`` tells of that end.
 
+An interrupt (Ctrl-C) as the interpreter begins to end breaks off what Python does there, before it
+comes to us: then ``atexit``, at which threads still run, is in time.
+
 A save that is lost all the same must not end in the exit code 0. Python documents 120 for an error
 while it cleans up, such as in its flush of stdout: ``_LastFlush`` is such an error.
 """
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures.thread
 import contextlib
 import logging
@@ -154,6 +158,7 @@ def _register(directory: str | os.PathLike[str]) -> None:
     if not _has_hook:
         with contextlib.suppress(RuntimeError):  # The program has ended.
             threading._register_atexit(_leave)  # type: ignore[attr-defined]
+            atexit.register(_leave)
             if (3, 12, 0) <= sys.version_info < (3, 12, 2):
                 _call_at_end_of_program(_end_all)
             _has_hook = True
@@ -166,7 +171,7 @@ def _register(directory: str | os.PathLike[str]) -> None:
 
 
 def _leave() -> None:
-    """Called when the main thread has ended, before threads are joined; never raises."""
+    """Called when the main thread has ended, before threads are joined, and again by ``atexit``."""
     global _has_ended
     _end_all()
     _has_ended = True
