@@ -58,8 +58,9 @@ def template(scale: float) -> State:
 
 
 def nbytes(state: State) -> int:
-    """Bytes of everything that a full save holds."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state._replace(touched=())))
+    """Bytes of everything that a full save holds, of a state or of its shapes."""
+    leaves = jax.tree.leaves(state._replace(touched=()))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def random_ids(state: State, share: float, seed: int) -> dict[str, np.ndarray]:
