@@ -3,6 +3,7 @@
 
 python benchmarks/once.py restore WAY ROOT [--scale S | --dlrm]
 python benchmarks/once.py memory WAY ROOT (--kind base | --kind delta) [--scale S]
+python benchmarks/once.py read WAY ROOT        # the limit of a restore: the same bytes, no more
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import ctypes
 import gc
 import json
+import mmap
 import re
 import subprocess
 import sys
@@ -25,6 +27,8 @@ import numpy as np
 import state as states
 import ways
 from dlrm_jax import data, trainer
+
+FRESH = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def measure(what: str, way: str, root: Path, *more: str) -> dict[str, Any]:
@@ -44,6 +48,24 @@ def restore(way: str, root: Path, template: Any, *, digest: bool) -> dict[str, A
     seconds = time.perf_counter() - started
     manager.close()
     return {"seconds": seconds, "digest": checksum(restored) if digest else None}
+
+
+def read(root: Path) -> dict[str, Any]:
+    """Reads every file of some size into fresh memory, by two threads, as a restore has to."""
+    found = [path for path in root.rglob("*") if path.is_file() and path.stat().st_size > 1 << 16]
+    buffers = [(path, mmap.mmap(-1, path.stat().st_size, flags=FRESH)) for path in found]
+
+    def fill(path: Path, buffer: mmap.mmap) -> None:
+        with path.open("rb", buffering=0) as file:
+            view = memoryview(buffer)
+            while count := file.readinto(view):
+                view = view[count:]
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(fill, *each) for each in buffers]:
+            future.result()
+    return {"seconds": time.perf_counter() - started, "digest": None}
 
 
 def checksum(state: Any) -> int:
@@ -92,7 +114,7 @@ def status_bytes(name: str) -> int:
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["restore", "memory"])
+    parser.add_argument("what", choices=["restore", "memory", "read"])
     parser.add_argument("way", choices=sorted(ways.WAYS))
     parser.add_argument("root", type=Path)
     parser.add_argument("--scale", type=float, default=1.0)
@@ -102,6 +124,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "memory":
         found = memory(options.way, options.root, options.kind, options.scale)
+    elif options.what == "read":
+        found = read(options.root)
     else:
         if options.dlrm:
             sizes = trainer.ModelOptions(rows=data.table_rows("thesis", options.scale))

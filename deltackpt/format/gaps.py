@@ -32,7 +32,8 @@ def decode_gaps(
     Raises:
       Damaged: the gaps are not those of sorted unique rows of the table.
     """
-    rows = np.cumsum(gaps, dtype=np.int64)
+    rows = gaps.astype(np.int64)
+    np.cumsum(rows, out=rows)
     if after is not None:
         rows += after
     steps = gaps if after is not None else gaps[1:]

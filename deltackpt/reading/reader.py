@@ -3,7 +3,8 @@
 
 The base's chunks are read into the buffers themselves. Then, save by save, the chunks of each
 delta are read, verified, decoded into a small piece and scattered; within one save the chunks
-hold different rows, so they run in parallel, and a save is finished before the next begins.
+hold different rows, so they run in parallel, and of a field a save is finished before the next
+begins.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from deltackpt.format import blocks, gaps, names
 from deltackpt.format.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ArrayEntry, FieldSpec, Layout, Segment
-from deltackpt.reading import merge
+from deltackpt.reading import lanes, merge
 from deltackpt.reading.merge import Target
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredPart, StoredSave, raise_if_removed, read_whole
 from deltackpt.reading.targets import Targets, Wanted, empty_buffers
-from deltackpt.resources import memory
+from deltackpt.resources import memory, pages
 from deltackpt.resources.staging import Staging
 
 _READERS = 2
@@ -162,16 +163,14 @@ def fill(
             ahead = _Ahead()
             work = _begun(saves, lambda save: ahead.read(pieces(save, targets, numbers)), pool)
             if not over_parent:
-                check_covered(saves, targets, [[piece for piece, _ in found] for found in work])
-            meter = Meter(progress, sum(piece.nbytes for found in work for piece, _ in found))
-            for found in work:
-                large = [piece for piece, read in found if read is None]
-                running = [pool.submit(piece.run, meter, scratch) for piece in large]
-                for piece, read in found:
-                    if read is not None:
-                        piece.merge(read, meter)
-                for future in running:
-                    future.result()
+                check_covered(saves, targets, [[turn.piece for turn in found] for found in work])
+            turns = [turn for found in work for turn in found]
+            meter = Meter(progress, sum(turn.piece.nbytes for turn in turns))
+            if all(turn.read is not None for turn in turns):
+                for turn in turns:  # A thread would take longer.
+                    turn.run(meter, scratch)
+            else:
+                lanes.run(_by_field(work), lambda turn: turn.run(meter, scratch), pool, readers)
         except RestoreError as error:
             pool.shutdown(cancel_futures=True)
             raise_if_removed(saves, error)
@@ -199,6 +198,20 @@ def _begun(
     ]
 
 
+class _Turn(NamedTuple):
+    """A piece, and its rows where they were read before its turn."""
+
+    piece: Read
+    read: Sequence[RowBlock] | None
+
+    def run(self, meter: Meter, scratch: Staging) -> None:
+        """Merges the piece; what is still to be read is read on the way."""
+        if self.read is None:
+            self.piece.run(meter, scratch)
+        else:
+            self.piece.merge(self.read, meter)
+
+
 class _Ahead:
     """Reads small pieces before their turn: for each a thread would take longer than reading it."""
 
@@ -207,9 +220,9 @@ class _Ahead:
         self._lock = threading.Lock()
         self._free_bytes = _AHEAD_BYTES
 
-    def read(self, found: Sequence[Read]) -> list[tuple[Read, Sequence[RowBlock] | None]]:
-        """The pieces, each with its rows; None of those that are read in their turn."""
-        return [(piece, list(piece.load()) if self._takes(piece) else None) for piece in found]
+    def read(self, found: Sequence[Read]) -> list[_Turn]:
+        """The pieces, each with its rows where it is small."""
+        return [_Turn(piece, list(piece.load()) if self._takes(piece) else None) for piece in found]
 
     def _takes(self, piece: Read) -> bool:
         nbytes = (piece.stop - piece.start) * max(1, piece.field.spec.row_bytes)
@@ -218,6 +231,19 @@ class _Ahead:
                 return False
             self._free_bytes -= nbytes
             return True
+
+
+def _by_field(work: Sequence[Sequence[_Turn]]) -> list[list[list[_Turn]]]:
+    """Of each field its turns, save by save: those of other fields need not wait for them."""
+    found: dict[tuple[str, str], list[list[_Turn]]] = {}
+    for number, turns in enumerate(work):
+        for turn in turns:
+            field = turn.piece.field
+            lane = found.setdefault(
+                (field.segment.group, field.spec.name), [[] for _ in range(len(work))]
+            )
+            lane[number].append(turn)
+    return [*found.values()]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,6 +267,7 @@ class Read:
     def run(self, meter: Meter, scratch: Staging) -> None:
         """Reads, decodes and merges the piece; what is read on the way is in ``scratch``."""
         direct = self._direct_target()
+        self._populate()
         if direct is not None:
             self._read(self.field.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
         else:
@@ -267,6 +294,13 @@ class Read:
         beside = self._beside()
         if beside is not None:
             yield beside
+
+    def _populate(self) -> None:
+        """Takes the memory of rows that nobody has written yet, where they lie together."""
+        if isinstance(self.rows, range):
+            for target in self.targets:
+                first, last = blocks.common(target.rows, reach(self.rows))
+                pages.populate(target.buffer[first - target.rows[0] : last - target.rows[0]])
 
     def _direct_target(self) -> np.ndarray | None:
         """The part of a final buffer that the stored bytes can be read into as they are."""

@@ -12,18 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt.errors import RestoreError
+from deltackpt.resources import pages
 
 #: What direct writes ask of memory and of positions in files.
 ALIGNMENT = 4096
-_HUGE_PAGE_BYTES = 2 << 20
 _C_LIBRARY = ctypes.CDLL(None)
 
 
 def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array with undefined contents in its own huge-page-backed, page-aligned memory.
+    """An array with undefined contents in its own page-aligned memory, for ``pages.populate``.
 
-    Page faults dominate the filling of fresh memory; huge pages make them 512 times fewer. The
-    alignment lets XLA's CPU backend keep the memory as a device buffer without a copy.
+    The alignment lets XLA's CPU backend keep the memory as a device buffer without a copy.
 
     Args:
       shape: shape of the array.
@@ -33,18 +32,17 @@ def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
       RestoreError: there is not so much memory.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _HUGE_PAGE_BYTES:
+    if nbytes < pages.UNIT_BYTES:
         raw = np.empty(nbytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + nbytes].view(dtype).reshape(shape)
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = pages.FreshMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise RestoreError(
             f"array of shape {shape}, {dtype.name}: expected {nbytes:,} bytes of memory, found "
             f"that they cannot be had ({error}); restore fewer rows, or on more processes"
         ) from error
-    advise_huge_pages(mapping)
     return np.frombuffer(mapping, np.uint8, nbytes).view(dtype).reshape(shape)
 
 
@@ -70,12 +68,7 @@ def aligned_buffer(nbytes: int) -> np.ndarray:
 
 def is_aligned(array: np.ndarray) -> bool:
     """Whether an array can be written from directly: it lies in memory of ``aligned_buffer``."""
-    owner: object = array
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    if isinstance(owner, memoryview):
-        owner = owner.obj
-    return isinstance(owner, mmap.mmap) and array.ctypes.data % ALIGNMENT == 0
+    return isinstance(pages.owner_of(array), mmap.mmap) and array.ctypes.data % ALIGNMENT == 0
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:

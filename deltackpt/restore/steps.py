@@ -305,11 +305,13 @@ def joined(
     if expected is None:
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
     placed = merged.placed or placing.place(merged, expected.fields)
-    found_in = [touch_state.fresh(each.state, identity) for each in expected.marks]
+    found_in = [touch_state.fresh(each.state, identity, traced=False) for each in expected.marks]
     known = {table for state in found_in for table in marks.matched(state, expected.layout)}
     others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
-    fresh = stamps.init(others, identity=identity)
-    for state in found_in:
+    if others or not found_in:
+        found_in.insert(0, stamps.init(others, identity=identity))
+    fresh, *more = found_in
+    for state in more:
         fresh = state._replace(stamps=fresh.stamps | state.stamps)
     return tables.join(template, expected.layout, placed, loaded.dense, fresh), fresh
 

@@ -26,6 +26,7 @@ from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Targets, Wanted, empty_buffers
+from deltackpt.resources import pages
 from deltackpt.service import calls, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Pinned
@@ -332,4 +333,5 @@ def _put(piece: _Copy, rows: np.ndarray) -> None:
     out = target.buffer[piece.start - target.rows[0] : piece.stop - target.rows[0]]
     if target.columns is not None and target.columns != piece.region.columns:
         rows = rows[:, target.columns[0] : target.columns[1]]
+    pages.populate(out)
     out[...] = rows

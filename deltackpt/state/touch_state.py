@@ -21,6 +21,7 @@ from jax.core import Tracer
 
 from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import KeyPath
+from deltackpt.resources import memory, pages
 from deltackpt.state import paths
 from deltackpt.state.paths import Flat
 
@@ -95,14 +96,16 @@ def clock_exhausted(clock: int | jax.Array) -> bool:
     return int(clock) >= CLOCK_MAX
 
 
-def fresh(state: TouchState, identity: int = UNKNOWN) -> TouchState:
+def fresh(state: TouchState, identity: int = UNKNOWN, *, traced: bool | None = None) -> TouchState:
     """A TouchState like ``state`` (abstract or not) in which no row was touched yet.
 
     Args:
       state: what it is to be like.
       identity: whose clock the new one is.
+      traced: whether this is called inside jit, where that is known: to find it out compiles.
     """
-    traced = isinstance(jnp.zeros((), jnp.int32), Tracer)
+    if traced is None:
+        traced = isinstance(jnp.zeros((), jnp.int32), Tracer)
 
     def new(leaf: Any, value: int) -> jax.Array:
         return filled(leaf.shape, getattr(leaf, "sharding", None), value, traced=traced)
@@ -209,7 +212,13 @@ def filled(
     """An int32 array; outside jit nothing is compiled (40 ms for each shape of a new process)."""
     if traced:
         return jnp.full(shape, value, jnp.int32, device=sharding)
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding is None or len(sharding.device_set) == 1:
+        # The CPU backend may keep it without a copy, for one device: see ``restore.placing``.
+        array = memory.empty_buffer(shape, np.dtype(np.int32))
+        pages.populate(array)
+        array.fill(value)
+        return jax.device_put(array, sharding, may_alias=True)
+    if sharding.is_fully_addressable:
         return jax.device_put(np.full(shape, value, np.int32), sharding)
     # Of an array of several processes each makes its own shards only.
     shard = np.full(sharding.shard_shape(shape), value, np.int32)

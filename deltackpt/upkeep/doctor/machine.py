@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import re
@@ -139,7 +140,9 @@ def huge_page_findings() -> Iterator[Finding]:
     chosen = re.search(r"\[(\w+)\]", setting)
     if chosen is None:
         return
-    buffer = memory.empty_buffer((_BUFFER_BYTES,), np.dtype(np.uint8))
+    mapping = mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.advise_huge_pages(mapping)
+    buffer = np.frombuffer(mapping, np.uint8)
     buffer.fill(1)
     got = huge_bytes(file_text("/proc/self/smaps"), buffer.ctypes.data)
     share = min(got, _BUFFER_BYTES) / _BUFFER_BYTES

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fresh memory gets its pages before it is filled, in one call, of the size that is quicker now.
+
+First touches are what a restore waits for most. Huge pages are the quickest where the machine has
+them ready, and the slowest where it has not: a guest whose host takes free memory back gets them
+from it at the touch, a few minutes later not. Measured on one such machine within an hour, 1.04 GB
+read from the page cache by two threads: 0.20 to 1.7 s into huge pages, 0.36 to 0.43 s into small
+ones that are faulted one by one, 0.32 to 0.40 s into small ones taken here. So each unit of memory
+is a measurement for the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import time
+from pathlib import Path
+
+import numpy as np
+
+#: Taken, and timed, at once: a huge page.
+UNIT_BYTES = 2 << 20
+#: From Linux 5.14 on; mmap has no name for it.
+_MADV_POPULATE_WRITE = 23
+#: What a measurement weighs against those before it.
+_WEIGHT = 0.25
+#: What becomes of the measurement of the size that is not used, by unit: an eighth of the time
+#: after 100, so that it is tried again.
+_FADING = 0.98
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class FreshMemory(mmap.mmap):
+    """Private memory that nobody has touched yet, but for what ``populate`` has taken."""
+
+
+class PageChoice:
+    """Which pages are quicker at the moment; thread-safe, as a lost measurement costs little."""
+
+    def __init__(self) -> None:
+        """Neither was tried."""
+        self._secs: dict[bool, float | None] = {True: None, False: None}
+
+    def is_huge(self) -> bool:
+        """Whether the next unit is to be a huge page."""
+        huge, small = self._secs[True], self._secs[False]
+        return huge is None or (small is not None and huge <= small)
+
+    def tell(self, *, huge: bool, secs: float) -> None:
+        """What a unit took."""
+        before, other = self._secs[huge], self._secs[not huge]
+        self._secs[huge] = secs if before is None else before + _WEIGHT * (secs - before)
+        if other is not None:
+            self._secs[not huge] = other * _FADING
+
+
+_choice = PageChoice()
+_can_populate = hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def populate(array: np.ndarray) -> None:
+    """Takes the pages of an array in ``FreshMemory``; of others, and where it cannot, nothing.
+
+    Args:
+      array: contiguous. What it holds stays as it is.
+    """
+    if not (_can_populate and array.nbytes >= UNIT_BYTES and _is_fresh(array)):
+        return
+    start = array.ctypes.data
+    stop = start + array.nbytes
+    while start < stop:
+        end = min(stop, (start // UNIT_BYTES + 1) * UNIT_BYTES)
+        # A huge page that the array shares with its neighbour is theirs that comes first.
+        if not _take(start, end):
+            return
+        start = end
+
+
+@functools.cache
+def _huge_unasked() -> bool:
+    """Whether the machine gives huge pages to whoever says nothing."""
+    try:
+        return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+def _take(start: int, stop: int) -> bool:
+    global _can_populate
+    start -= start % mmap.PAGESIZE
+    length = stop - start
+    whole = length == UNIT_BYTES
+    huge = whole and _choice.is_huge()
+    began = time.perf_counter()
+    if whole and huge != _huge_unasked():
+        # Only then, as it waits for the other thread's unit.
+        _madvise(start, length, mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    if _madvise(start, length, _MADV_POPULATE_WRITE):
+        # Too old a kernel, or no memory, which the first touch tells as it always did.
+        _can_populate = False
+        return False
+    if whole:
+        _choice.tell(huge=huge, secs=time.perf_counter() - began)
+    return True
+
+
+def _is_fresh(array: np.ndarray) -> bool:
+    return isinstance(owner_of(array), FreshMemory)
+
+
+def owner_of(array: np.ndarray) -> object:
+    """The object whose memory an array is a view of."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner.obj if isinstance(owner, memoryview) else owner

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that is taken before it is filled."""
+
+import mmap
+import resource
+
+import numpy as np
+import pytest
+
+from deltackpt.resources import memory, pages
+
+MIB = 1 << 20
+
+
+def minor_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_what_an_array_holds_stays():
+    array = memory.empty_buffer((9 * MIB,), np.dtype(np.uint8))
+    array[::4096] = 7
+    pages.populate(array[5:])
+    pages.populate(array)
+    assert (array[::4096] == 7).all() and int(array.sum()) == 7 * len(array[::4096])
+
+
+def test_filling_what_was_taken_faults_no_more():
+    array = memory.empty_buffer((32 * MIB,), np.dtype(np.uint8))
+    pages.populate(array)
+    if not pages._can_populate:
+        pytest.skip("the kernel cannot take memory beforehand (5.14 and later can)")
+    before = minor_faults()
+    array.fill(1)
+    assert minor_faults() - before < 64
+
+
+def test_fresh_memory_is_zero_and_a_part_may_be_taken():
+    array = memory.empty_buffer((4 * MIB, 3), np.dtype(np.uint16))
+    pages.populate(array[1 : 2 * MIB])
+    assert not array.any()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(4 * MIB, np.uint8),
+        np.frombuffer(mmap.mmap(-1, 4 * MIB), np.uint8),
+        memory.aligned_buffer(4 * MIB),
+        memory.empty_buffer((100,), np.dtype(np.uint8)),
+        np.zeros((0, 64), np.float32),
+    ],
+)
+def test_other_memory_is_left_alone(monkeypatch, array):
+    monkeypatch.setattr(pages, "_madvise", None)
+    pages.populate(array)
+
+
+def test_a_kernel_that_cannot_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pages, "_madvise", lambda *call: asked.append(call) or -1)
+    monkeypatch.setattr(pages, "_can_populate", True)
+    array = memory.empty_buffer((64 * MIB,), np.dtype(np.uint8))
+    pages.populate(array)
+    assert 0 < len(asked) <= 3
+    asked.clear()
+    pages.populate(array)
+    assert not asked
+    array.fill(1)
+
+
+def used(choice: pages.PageChoice, units: int, secs: dict[bool, float]) -> list[bool]:
+    """Which pages were chosen, where they take so long."""
+    found = []
+    for _ in range(units):
+        huge = choice.is_huge()
+        choice.tell(huge=huge, secs=secs[huge])
+        found.append(huge)
+    return found
+
+
+@pytest.mark.parametrize("quicker", [True, False])
+def test_the_quicker_pages_are_used_and_the_others_tried_again(quicker):
+    choice = pages.PageChoice()
+    found = used(choice, 1000, {quicker: 0.3e-3, (not quicker): 1.5e-3})
+    assert 0.97 < found.count(quicker) / len(found) < 1
+
+
+def test_what_becomes_quicker_is_found_and_one_hiccup_is_not_believed():
+    choice = pages.PageChoice()
+    used(choice, 300, {True: 3e-3, False: 1e-3})
+    later = used(choice, 300, {True: 0.2e-3, False: 1e-3})
+    assert later.count(True) > 200 and later[-50:].count(True) > 45
+    choice.tell(huge=True, secs=3e-3)
+    assert used(choice, 50, {True: 0.2e-3, False: 1e-3}).count(True) > 45
