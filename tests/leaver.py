@@ -38,6 +38,7 @@ LONGER_SECS = 1.0
 #: Set by the last line of the program.
 leaving = threading.Event()
 never = threading.Event()
+interrupted = threading.Event()
 
 
 def states(steps: int) -> list[tuple[Any, Any]]:
@@ -94,11 +95,18 @@ def end(task: dict[str, Any]) -> None:
     print(json.dumps({"note": "leaving"}), flush=True)
     if task["ending"] == "interrupted":
         # Runs before what the manager has registered, as a Ctrl-C that comes just then.
-        threading._register_atexit(lambda: signal.raise_signal(signal.SIGINT))  # type: ignore[attr-defined]
+        threading._register_atexit(interrupt_once)  # type: ignore[attr-defined]
     if task["ending"] == "raise":
         raise ValueError("the training diverged")
     if task["ending"] == "exit":
         sys.exit(task["code"])
+
+
+def interrupt_once() -> None:
+    """As Ctrl-C does that is pressed once."""
+    if not interrupted.is_set():
+        interrupted.set()
+        signal.raise_signal(signal.SIGINT)
 
 
 def in_daemon(task: dict[str, Any]) -> None:

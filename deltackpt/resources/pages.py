@@ -23,7 +23,7 @@ import numpy as np
 UNIT_BYTES = 2 << 20
 #: From Linux 5.14 on; mmap has no name for it.
 _MADV_POPULATE_WRITE = 23
-#: What a measurement weighs against those before it.
+#: What a measurement weighs against those just before it.
 _WEIGHT = 0.25
 #: What becomes of the measurement of the size that is not used, by unit: an eighth of the time
 #: after 100, so that it is tried again.
@@ -43,6 +43,7 @@ class PageChoice:
     def __init__(self) -> None:
         """Neither was tried."""
         self._secs: dict[bool, float | None] = {True: None, False: None}
+        self._last: bool | None = None
 
     def is_huge(self) -> bool:
         """Whether the next unit is to be a huge page."""
@@ -52,7 +53,10 @@ class PageChoice:
     def tell(self, *, huge: bool, secs: float) -> None:
         """What a unit took."""
         before, other = self._secs[huge], self._secs[not huge]
-        self._secs[huge] = secs if before is None else before + _WEIGHT * (secs - before)
+        if before is None or self._last != huge:
+            before = secs  # What was known is old.
+        self._secs[huge] = before + _WEIGHT * (secs - before)
+        self._last = huge
         if other is not None:
             self._secs[not huge] = other * _FADING
 

@@ -158,7 +158,7 @@ def _register(directory: str | os.PathLike[str]) -> None:
     if not _has_hook:
         with contextlib.suppress(RuntimeError):  # The program has ended.
             threading._register_atexit(_leave)  # type: ignore[attr-defined]
-            atexit.register(_leave)
+            atexit.register(_go_on_leaving)
             if (3, 12, 0) <= sys.version_info < (3, 12, 2):
                 _call_at_end_of_program(_end_all)
             _has_hook = True
@@ -171,7 +171,7 @@ def _register(directory: str | os.PathLike[str]) -> None:
 
 
 def _leave() -> None:
-    """Called when the main thread has ended, before threads are joined, and again by ``atexit``."""
+    """Called when the main thread has ended, before threads are joined."""
     global _has_ended
     _end_all()
     _has_ended = True
@@ -182,6 +182,15 @@ def _leave() -> None:
             if stream is not None:
                 stream.flush()
         os._exit(EXIT_CODE)
+
+
+def _go_on_leaving() -> None:
+    """Called by ``atexit``: does what an interrupt broke off, so that threads are joined as well.
+
+    One that still runs when the interpreter goes may abort the program.
+    """
+    if not _has_ended:
+        threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _end_all() -> None:
