@@ -10,8 +10,9 @@ import pytest
 from store_suite import MemoryStore, StoreSuite
 
 from deltackpt.errors import OutOfSpace, StorageError
+from deltackpt.storage import files
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import FileStore, Missing, Spot, spot
+from deltackpt.storage.store import Exists, FileStore, Missing, Spot, spot
 
 
 class TestMemoryStore(StoreSuite):
@@ -56,6 +57,40 @@ class TestFileStore(StoreSuite):
         ):
             store.put("3/y", b"new", absent=True)
         assert store.keys("") == ["3/x"] and store.get("3/x") == b"old"
+
+    @pytest.mark.parametrize(
+        "removed_after", ["it was made", "mkdir found it", "its parent was made"]
+    )
+    def test_a_put_makes_a_folder_again_that_others_remove(self, store, removed_after):
+        made_durable, mkdir, tried = files.make_durable, os.mkdir, []
+
+        def make_durable(path):
+            made_durable(path)
+            tried.append(path)
+            if removed_after == "it was made" and len(tried) < 4:
+                os.rmdir(path)
+
+        def made(path, mode=0o777):
+            if path == store.path / "a" / "b":
+                tried.append(path)
+                if removed_after == "mkdir found it" and len(tried) < 4:
+                    raise FileExistsError(17, "File exists")
+                if removed_after == "its parent was made" and len(tried) < 4:
+                    raise FileNotFoundError(2, "No such file or directory")
+            mkdir(path, mode)
+
+        with (
+            mock.patch.object(files, "make_durable", make_durable),
+            mock.patch.object(os, "mkdir", made),
+        ):
+            store.put("a/b/x", b"abc", absent=True)
+        assert store.get("a/b/x") == b"abc" and len(tried) > 3
+
+    def test_a_file_in_the_place_of_a_folder_is_no_object(self, store):
+        store.put("a", b"x")
+        with pytest.raises(StorageError, match="expected to make a directory") as caught:
+            store.put("a/b", b"y", absent=True)
+        assert not isinstance(caught.value, Exists)
 
     def test_a_put_is_on_disk_with_the_names_of_its_folders(self, store):
         forced = []

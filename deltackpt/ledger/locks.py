@@ -29,7 +29,7 @@ def held(name: Path, refusal: DeltackptError) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with files.typed_errors(name, "be locked"):
             while True:
-                name.parent.mkdir(parents=True, exist_ok=True)
+                files.make_folder(name.parent)
                 try:
                     lock = stack.enter_context(open(name, "ab"))
                 except FileNotFoundError:

@@ -16,6 +16,9 @@ from deltackpt.errors import Damaged, DeltackptError, OutOfSpace, StorageError
 from deltackpt.format import names
 from deltackpt.format.records import MOST_BYTES
 
+#: How often a directory is made anew that others remove meanwhile.
+_MAKING_TRIES = 100
+
 
 @contextlib.contextmanager
 def typed_errors(
@@ -166,9 +169,20 @@ def make_durable(path: Path) -> None:
     """Makes a directory and what is missing above it; their names are on disk afterwards."""
     with typed_errors(path, "make a directory"):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         for folder in missing:
             fsync_path(folder.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a directory and what is missing above it, beside others who remove empty ones."""
+    for _ in range(_MAKING_TRIES):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            # Where it goes a moment after mkdir found it, that is said to be no directory.
+            return path.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_dir():
+            break
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def fsync_path(path: Path) -> None:

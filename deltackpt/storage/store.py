@@ -25,6 +25,9 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.storage import files
 
+#: How often a file is put anew where its folder goes while that is done.
+_PUT_TRIES = 100
+
 
 class Missing(StorageError):
     """There is nothing under a key; readers say what it was to be."""
@@ -346,17 +349,20 @@ class FileStore:
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
         """See ``Store``: a temporary file, forced to disk, then renamed, or linked."""
         path = self.path / key
-        while True:
-            files.make_durable(path.parent)
+        for left in reversed(range(_PUT_TRIES)):
             try:
-                return files.write_atomic(path, data, fsync=True, absent=absent)
+                files.make_durable(path.parent)
+                try:
+                    return files.write_atomic(path, data, fsync=True, absent=absent)
+                except StorageError as error:
+                    if isinstance(error.__cause__, FileExistsError):
+                        raise Exists(
+                            f"{path}: expected nothing there, found a file; read who put it there"
+                        ) from error
+                    raise
             except StorageError as error:
-                if isinstance(error.__cause__, FileExistsError):
-                    raise Exists(
-                        f"{path}: expected nothing there, found a file; read who put it there"
-                    ) from error
                 # Whoever deleted the last file of the folder removed it.
-                if not isinstance(error.__cause__, FileNotFoundError):
+                if not left or not isinstance(error.__cause__, FileNotFoundError):
                     raise
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
