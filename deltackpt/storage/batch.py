@@ -486,9 +486,7 @@ def _force(item: tuple[Path, int | None]) -> None:
     with files.typed_errors(path, "force to disk"):
         own = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if descriptor is None else descriptor
         try:
-            os.fsync(own)
-            # XFS that has shut down forces directories without an error, and fails here only.
-            os.fstat(own)
+            files.fsync(own)
         finally:
             if descriptor is None:
                 os.close(own)

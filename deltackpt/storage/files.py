@@ -187,11 +187,18 @@ def make_folder(path: Path) -> None:
 
 def fsync_path(path: Path) -> None:
     """Forces a file's data, or a directory's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync(descriptor: int) -> None:
+    """Forces what is open to disk, whatever it is."""
+    os.fsync(descriptor)
+    # XFS that has shut down forces directories without an error, and fails here only.
+    os.fstat(descriptor)
 
 
 def fsync_tree(

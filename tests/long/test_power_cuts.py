@@ -29,6 +29,8 @@ from many import Job
 from test_processes import assert_read_alone, saved, server, started
 from test_step_kills import assert_goes_on_alone
 
+from deltackpt.storage import files
+
 __all__ = ["server"]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
@@ -101,6 +103,24 @@ def disk(request, tmp_path) -> Iterator[Disk]:
         _run("mount", device, str(mount))
         undo.callback(_run, "umount", str(mount))
         yield Disk(device, mount, request.param)
+
+
+def test_what_has_lost_its_disk_is_not_said_to_be_on_it(disk):
+    (disk.mount / "folder" / "old").mkdir(parents=True)
+    files.fsync_tree(disk.mount)
+    with contextlib.ExitStack() as undo:
+        descriptors = [os.open(path, os.O_RDONLY) for path in (disk.mount, disk.mount / "folder")]
+        for descriptor in descriptors:
+            undo.callback(os.close, descriptor)
+        os.rename(disk.mount / "folder" / "old", disk.mount / "new")
+        disk.cut()
+        for descriptor in descriptors:
+            with pytest.raises(OSError):
+                files.fsync(descriptor)
+    with pytest.raises(OSError):
+        files.fsync_path(disk.mount)
+    disk.restart()
+    assert (disk.mount / "folder" / "old").is_dir() and not (disk.mount / "new").exists()
 
 
 def test_a_step_that_was_waited_for_survives_a_power_cut(
