@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from machine import required
 
@@ -94,6 +95,12 @@ def gcs(folder: Path, port: int | None = None) -> Iterator[Server]:
     ]
     with _running(command, folder, {}, port) as process:
         yield Server("gs", address, {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}, make, process)
+
+
+def environment_of(server: Server) -> contextlib.AbstractContextManager[object]:
+    """What a process that speaks to a server has in its environment."""
+    found = {"TENSORSTORE_GCS_HTTP_URL": server.endpoint} if server.scheme == "gs" else {}
+    return mock.patch.dict(os.environ, {**server.environment, **found})
 
 
 def program(name: str) -> str:

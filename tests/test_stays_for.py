@@ -19,6 +19,7 @@ from deltackpt import inspect
 from deltackpt.errors import StorageError
 from deltackpt.format import names
 from deltackpt.ledger import kept
+from deltackpt.storage.store import spot
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -41,7 +42,7 @@ def test_what_the_policy_keeps_is_told_from_what_a_chain_needs(tmp_path):
     save_steps(tmp_path, range(5), retention=2)
     found = inspect.open(tmp_path).stays_for
     assert found == {0: "chain", 1: "chain", 2: "chain", 3: "policy", 4: "policy"}
-    assert kept.noted(tmp_path) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
+    assert kept.noted(spot(tmp_path)) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
 
 
 def test_a_policy_with_a_function_is_told_too(tmp_path):

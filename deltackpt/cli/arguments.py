@@ -33,7 +33,14 @@ class Size(click.ParamType):
 STEP = click.IntRange(0, names.LAST_STEP)
 #: What cannot be read is told by what reads it, which knows more than click.
 directory = click.argument("directory", type=click.Path(file_okay=False, readable=False))
+#: A directory, or the URL of a bucket.
+root = click.argument("directory", metavar="DIRECTORY|URL")
 item = click.option(
     "--item", help="Our item in each step; found in the newest one by default.", metavar="NAME"
+)
+endpoint = click.option(
+    "--endpoint",
+    help="Server of a bucket, where it is not the service's own.",
+    metavar="ADDRESS",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

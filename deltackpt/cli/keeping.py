@@ -76,7 +76,7 @@ def compact(
     "  deltackpt verify /data/run-17 --step 12000 --step 12500\n"
     "  deltackpt verify /data/run-17 --json | jq .intact"
 )
-@arguments.directory
+@arguments.root
 @click.option(
     "--step",
     "steps",
@@ -85,8 +85,11 @@ def compact(
     help="A step to verify, with what it needs; all by default, and may be repeated.",
 )
 @arguments.item
+@arguments.endpoint
 @arguments.as_json
-def verify(directory: str, steps: tuple[int, ...], item: str | None, as_json: bool) -> None:
+def verify(
+    directory: str, steps: tuple[int, ...], item: str | None, endpoint: str | None, as_json: bool
+) -> None:
     """Re-read every byte of DIRECTORY and say which of its steps can be restored.
 
     Every file is checked against the digests, chunks against their own checksums, manifests against
@@ -95,10 +98,9 @@ def verify(directory: str, steps: tuple[int, ...], item: str | None, as_json: bo
     """
     from deltackpt.upkeep import verify as verification
 
-    item = _found_item(directory, item)
     with terminal.progress("verifying", quiet=as_json) as progress:
         report = verification.verify_root(
-            directory, item=item, steps=steps or None, progress=progress
+            directory, item=item, steps=steps or None, endpoint=endpoint, progress=progress
         )
     if as_json:
         terminal.print_json({"intact": report.intact, **terminal.plain(report)})
@@ -359,6 +361,6 @@ def _print_chain(found: RestorePlan) -> None:
 
 
 def _found_item(directory: str, item: str | None = None) -> str:
-    from deltackpt.ledger.directory import find_item
+    from deltackpt.ledger.opening import open_steps
 
-    return find_item(directory, item)
+    return open_steps(directory, item=item).item

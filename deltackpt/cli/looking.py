@@ -18,11 +18,11 @@ _field = click.option(
 )
 
 
-def _open(directory: str, item: str | None) -> Checkpoints:
+def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints:
     # Imported here: the help of other commands need not pay for it.
     from deltackpt import inspect
 
-    return inspect.open(directory, item=item)
+    return inspect.open(directory, item=item, endpoint=endpoint)
 
 
 @click.command(
@@ -30,11 +30,14 @@ def _open(directory: str, item: str | None) -> Checkpoints:
     "  deltackpt ls /data/run-17\n"
     "  deltackpt ls /data/run-17 --last 20 --json"
 )
-@arguments.directory
+@arguments.root
 @arguments.item
+@arguments.endpoint
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest steps.")
 @arguments.as_json
-def ls(directory: str, item: str | None, last: int | None, as_json: bool) -> None:
+def ls(
+    directory: str, item: str | None, endpoint: str | None, last: int | None, as_json: bool
+) -> None:
     """List the steps of DIRECTORY: kinds, chains, rows, bytes.
 
     Where the trainer has a policy of retention, ``stays for`` says which steps that keeps, and
@@ -42,7 +45,7 @@ def ls(directory: str, item: str | None, last: int | None, as_json: bool) -> Non
     """
     from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
 
-    ck = _open(directory, item)
+    ck = _open(directory, item, endpoint)
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
     stays_for = ck.stays_for
     if as_json:
@@ -68,11 +71,14 @@ def ls(directory: str, item: str | None, last: int | None, as_json: bool) -> Non
     "  deltackpt show /data/run-17\n"
     "  deltackpt show /data/run-17 12000 --json"
 )
-@arguments.directory
+@arguments.root
 @click.argument("step", type=arguments.STEP, required=False)
 @arguments.item
+@arguments.endpoint
 @arguments.as_json
-def show(directory: str, step: int | None, item: str | None, as_json: bool) -> None:
+def show(
+    directory: str, step: int | None, item: str | None, endpoint: str | None, as_json: bool
+) -> None:
     """Show a step of DIRECTORY, the newest by default.
 
     That is its save and chain, its tables and slots, and its dense leaves.
@@ -82,7 +88,7 @@ def show(directory: str, step: int | None, item: str | None, as_json: bool) -> N
     from deltackpt.inspect.dense import DENSE_COLUMNS, dense_line
     from deltackpt.inspect.step import FIELD_COLUMNS, field_lines
 
-    ck = _open(directory, item)
+    ck = _open(directory, item, endpoint)
     found = ck.at(step)
     save = ck.save_of(found.step)
     if as_json:
@@ -103,10 +109,11 @@ def show(directory: str, step: int | None, item: str | None, as_json: bool) -> N
     "  deltackpt diff /data/run-17 1000 2000\n"
     "  deltackpt diff /data/run-17 1000 2000 --table users --field slot.accumulator --largest 20"
 )
-@arguments.directory
+@arguments.root
 @click.argument("a", type=arguments.STEP)
 @click.argument("b", type=arguments.STEP)
 @arguments.item
+@arguments.endpoint
 @click.option(
     "--table",
     "tables",
@@ -123,6 +130,7 @@ def diff(
     a: int,
     b: int,
     item: str | None,
+    endpoint: str | None,
     tables: tuple[str, ...],
     field: str,
     largest: int,
@@ -134,7 +142,7 @@ def diff(
     """
     from deltackpt.inspect.changes import DIFF_COLUMNS, diff_lines
 
-    found = _open(directory, item).diff(a, b, tables=tables or None, field=field)
+    found = _open(directory, item, endpoint).diff(a, b, tables=tables or None, field=field)
     if as_json:
         terminal.print_json(_diff(found, largest))
         return
@@ -153,10 +161,11 @@ def diff(
     "  deltackpt history /data/run-17 users 4711\n"
     "  deltackpt history /data/run-17 users 4711 4712 --field slot.accumulator --json"
 )
-@arguments.directory
+@arguments.root
 @click.argument("table")
 @click.argument("rows", metavar="ROW...", type=click.IntRange(min=0), nargs=-1, required=True)
 @arguments.item
+@arguments.endpoint
 @_field
 @click.option("--step", "steps", type=arguments.STEP, multiple=True, help="Only this step.")
 @click.option(
@@ -168,6 +177,7 @@ def history(
     table: str,
     rows: tuple[int, ...],
     item: str | None,
+    endpoint: str | None,
     field: str,
     steps: tuple[int, ...],
     columns: int,
@@ -178,7 +188,9 @@ def history(
     ``held`` says whether the save of the step holds the row: a base holds all, a delta those that
     were touched.
     """
-    found = _open(directory, item).history(table, list(rows), field=field, steps=steps or None)
+    found = _open(directory, item, endpoint).history(
+        table, list(rows), field=field, steps=steps or None
+    )
     if as_json:
         terminal.print_json(_history(found))
         return

@@ -13,7 +13,7 @@ from deltackpt.cli import arguments, terminal
     "  deltackpt report /data/run-17\n"
     "  deltackpt report /data/run-17 -o run-17.html --json"
 )
-@arguments.directory
+@arguments.root
 @click.option(
     "-o",
     "--output",
@@ -23,8 +23,11 @@ from deltackpt.cli import arguments, terminal
     help="The page.",
 )
 @arguments.item
+@arguments.endpoint
 @arguments.as_json
-def report(directory: str, output: str, item: str | None, as_json: bool) -> None:
+def report(
+    directory: str, output: str, item: str | None, endpoint: str | None, as_json: bool
+) -> None:
     """Write a page about DIRECTORY: what it holds, whether it can be restored, pictures.
 
     The page is one file that needs no network. Manifests are read, and some rows of the busiest
@@ -34,7 +37,7 @@ def report(directory: str, output: str, item: str | None, as_json: bool) -> None
     from deltackpt import inspect, units
     from deltackpt.inspect import report as page
 
-    written = page.write(inspect.open(directory, item=item), output)
+    written = page.write(inspect.open(directory, item=item, endpoint=endpoint), output)
     if as_json:
         terminal.print_json(written)
         return

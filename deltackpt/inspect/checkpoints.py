@@ -30,7 +30,8 @@ from deltackpt.inspect.history import History
 from deltackpt.inspect.keeping import StaysFor
 from deltackpt.inspect.lazy import RowNumbers, Saves
 from deltackpt.inspect.step import Step
-from deltackpt.ledger.directory import Root, find_item
+from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import files
@@ -61,7 +62,7 @@ class Save:
     """
 
     step: int
-    path: Path
+    spot: Spot
     kind: Kind | None = None
     parent: int | None = None
     chain_length: int | None = None
@@ -71,6 +72,15 @@ class Save:
     table_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     nbytes: int = 0
     problem: str = ""
+
+    @property
+    def path(self) -> Path:
+        """Its directory.
+
+        Raises:
+          TypeError: it is in a bucket; ``spot`` says where.
+        """
+        return Path(self.spot)
 
     @property
     def rows(self) -> int:
@@ -85,13 +95,13 @@ class Save:
     @functools.cached_property
     def disk_bytes(self) -> int:
         """Bytes of all files of the step; 0 where it is gone."""
-        return files.tree_bytes(self.path)
+        return self.spot.tree_bytes()
 
     @functools.cached_property
     def committed_at(self) -> float | None:
         """When Orbax committed it, in seconds since 1970; None where it does not say so."""
         try:
-            found = json.loads(files.read_bytes(self.path / names.STEP_METADATA))
+            found = json.loads((self.spot / names.STEP_METADATA).read())
             return found["commit_timestamp_nsecs"] / 1e9
         except (RestoreError, OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -103,19 +113,28 @@ class Checkpoints:
     Nothing is locked: a step that retention removes while it is read raises ``StepGone``.
 
     Attributes:
-      path: the directory.
+      spot: the directory, or the bucket.
       item: name of our item in each step.
     """
 
-    def __init__(self, root: Root, item: str):
+    def __init__(self, root: Steps):
         """Made by ``open``."""
-        self.path = root.path
-        self.item = item
+        self.spot = root.spot
+        self.item = root.item
         self._root = root
         self._numbers = RowNumbers()
         #: A step may take the place of one that was rolled back.
         self._stored: dict[tuple[int, Stamp], StoredSave] = {}
         self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
+
+    @property
+    def path(self) -> Path:
+        """The directory.
+
+        Raises:
+          TypeError: it is a bucket; ``spot`` says which.
+        """
+        return Path(self.spot)
 
     @property
     def steps(self) -> list[int]:
@@ -157,7 +176,7 @@ class Checkpoints:
         """
         bases = sorted(saves.compacted_bases(self._root.spot, self.item), key=int)
         return {
-            int(name): files.tree_bytes(names.compacted_dir(self.path / name, self.item))
+            int(name): names.compacted_dir(self.spot / name, self.item).tree_bytes()
             for name in bases
         }
 
@@ -188,9 +207,9 @@ class Checkpoints:
             lengths[step] = _chain_length(found[step], found, lengths, compacted)
         saves = []
         for step in sorted((found.keys() | problems.keys()) & set(steps)):
-            path = self._root.step_dir(step)
+            at = self._at(step)
             if step in problems:
-                saves.append(Save(step=step, path=path, problem=problems[step]))
+                saves.append(Save(step=step, spot=at, problem=problems[step]))
             else:
                 is_compacted = found[step].info.save_id in compacted
                 saves.append(self._described(found[step], lengths[step], is_compacted))
@@ -256,7 +275,7 @@ class Checkpoints:
             )
         return Save(
             step=info.save_id.step,
-            path=Path(save.step_dir),
+            spot=save.step_dir,
             kind=info.kind,
             parent=parent,
             chain_length=chain_length,
@@ -321,7 +340,7 @@ class Checkpoints:
             if all(now[step] in (None, place) for step, place in places.items()):
                 return found
         raise StepGone(
-            f"{self.path}: expected its steps to stay while a history was read, found some of them "
+            f"{self.spot}: expected its steps to stay while a history was read, found some of them "
             f"replaced {_MOST_TRIES} times; ask again"
         )
 
@@ -356,13 +375,13 @@ class Checkpoints:
         found = self.newest if step is None else names.as_step(step)
         if found is None:
             raise StepNotFound(
-                f"{self.path}: expected a committed step, found none; wait for the trainer's first "
+                f"{self.spot}: expected a committed step, found none; wait for the trainer's first "
                 "save"
             )
         return found
 
     def _at(self, step: int) -> Spot:
-        return self._root.spot / str(step)
+        return self._root.at(step)
 
     def _saves(self, step: int) -> Saves:
         path = self._at(step)
@@ -381,28 +400,30 @@ class Checkpoints:
         return found
 
     def __repr__(self) -> str:
-        return f"<Checkpoints {self.path}: {len(self)} steps, newest {self.newest}>"
+        return f"<Checkpoints {self.spot}: {len(self)} steps, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
         return _page(self)
 
 
-def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:
-    """Opens a directory of checkpoints for reading: one listing, and nothing is written.
+def open(
+    path: str | os.PathLike[str], *, item: str | None = None, endpoint: str | None = None
+) -> Checkpoints:
+    """Opens checkpoints for reading: one listing, and nothing is written.
 
     Args:
-      path: the directory that was given to the manager.
+      path: what was given to the manager: a directory, or the URL of a bucket.
       item: name of our item in the steps; found in the newest step by default.
+      endpoint: address of the server of a bucket, where it is not the service's own.
 
     Raises:
       StorageError: there is no such directory.
       ForeignDirectory: nothing in it was written by deltackpt.
-      UnsupportedRoot: the path has a scheme; copy whole chains from there first.
+      UnsupportedRoot: the scheme is unknown.
       OptionError: the steps hold several items of ours: name one.
     """
     with files.typed_errors(Path(path), "read"):
-        item = find_item(path, item)
-        return Checkpoints(Root.open(path, item=item, read_only=True), item)
+        return Checkpoints(open_steps(path, item=item, endpoint=endpoint))
 
 
 def _chain_length(
@@ -448,7 +469,7 @@ def _page(ck: Checkpoints) -> str:
     steps = ck.steps
     shown = steps if len(steps) <= html.MOST_LINES else html.ends(steps)
     lines = [save_line(save) for save in ck.saves_of(shown)]
-    title = f"{ck.path}: {len(steps):,} steps, newest {ck.newest}"
+    title = f"{ck.spot}: {len(steps):,} steps, newest {ck.newest}"
     if len(shown) < len(steps):
         title += f", {len(lines)} shown: the first and the last"
     return html.table(SAVE_COLUMNS, lines, title)

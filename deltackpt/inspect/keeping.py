@@ -7,13 +7,13 @@ from typing import Literal
 
 from deltackpt.format import chain
 from deltackpt.ledger import kept
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.steps import Steps
 
 #: ``"nothing"``: the next retention removes the step.
 StaysFor = Literal["policy", "chain", "nothing"]
 
 
-def stays_for(root: Root) -> dict[int, StaysFor]:
+def stays_for(root: Steps) -> dict[int, StaysFor]:
     """What steps stay for; the manifests of all are read, where a policy is noted.
 
     Args:
@@ -23,7 +23,7 @@ def stays_for(root: Root) -> dict[int, StaysFor]:
       Ascending; without the steps of which nothing is known: all where no policy is noted, those
       that are newer than its note, and those that chains might need which cannot be read.
     """
-    note = kept.noted(root.path)
+    note = kept.noted(root.spot)
     if note is None:
         return {}
     infos = dict(sorted(root.saves().items()))

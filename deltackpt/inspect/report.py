@@ -195,10 +195,10 @@ def _drawn(ck: Checkpoints, facts: _Facts) -> tuple[list[str], list[str]]:
 
 
 def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequence[str]) -> str:
-    name = html.escape(Path(ck.path).name)
+    name = html.escape(ck.spot.name)
     return _PAGE.format(
         name=name,
-        path=html.escape(os.fspath(ck.path)),
+        path=html.escape(str(ck.spot)),
         item=html.escape(ck.item),
         style=_STYLE,
         version=__version__,

@@ -73,8 +73,6 @@ class Step:
     ``step[name]`` is a table, a slot (``<table>.slot.<name>``), or a dense leaf, by the name that
     ``step.tables`` or ``step.dense`` has for it, or by the end of exactly one such name.
 
-    Attributes:
-      path: the step's directory.
     """
 
     def __init__(self, saves: Saves, stamp: Stamp | None):
@@ -82,7 +80,15 @@ class Step:
         self._saves = saves
         self._stamp = stamp
         self._spot = saves.target.step_dir
-        self.path = Path(self._spot)
+
+    @property
+    def path(self) -> Path:
+        """The step's directory.
+
+        Raises:
+          TypeError: it is in a bucket.
+        """
+        return Path(self._spot)
 
     @property
     def step(self) -> int:

@@ -22,7 +22,6 @@ import concurrent.futures
 import contextlib
 import os
 import re
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,8 +33,6 @@ from deltackpt.errors import (
     FencedError,
     ForeignDirectory,
     FormatTooNew,
-    OptionError,
-    RestoreError,
     StorageError,
     UnsupportedRoot,
 )
@@ -44,9 +41,9 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import lease, leftovers
 from deltackpt.ledger.lease import Lease
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import foreign, saves
 from deltackpt.storage import files
-from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import FileStore, Spot, Stamp
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
@@ -55,14 +52,14 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
 _PATTERN = frozenset("*?[")
 
 
-class Root:
+class Root(Steps):
     """One checkpoint directory, open for a trainer or read-only."""
 
     def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
         """Made by ``Root.open``; ``given`` is the path before links in it were followed."""
+        super().__init__(Spot(FileStore(path), ""), item)
         self.path = path
         self.given = given or path
-        self._item = item
         self._lease = held
         #: Whether the file of the lease says who holds it.
         self._signed = False
@@ -72,10 +69,6 @@ class Root:
             # While it is open, no other directory can have its inode.
             self._unpin = weakref.finalize(self, os.close, descriptor)
             self._stamp = Stamp.of(os.fstat(descriptor))
-        self._known: dict[str, SaveInfo] = {}
-        self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
-        #: The training thread asks about saves, and the collector does.
-        self._lock = threading.Lock()
         self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collected.set_result(None)
         self._collector = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-collect")
@@ -144,68 +137,14 @@ class Root:
         """Where a step stands once it is committed."""
         return self.path / str(step)
 
-    @property
-    def spot(self) -> Spot:
-        """The directory, for readers."""
-        return Spot(FileStore(self.path), "")
-
     def steps(self) -> list[int]:
-        """Committed steps, in no order: one listing of the root."""
-        numbers = map(names.step_number, files.listing(self.path))
-        return [number for number in numbers if number is not None]
-
-    def newest_step(self) -> int | None:
-        """Newest committed step, None where there is none."""
-        return max(self.steps(), default=None)
-
-    def saves(self) -> dict[int, SaveInfo | None]:
-        """What each committed step is; None where its manifest cannot be read.
-
-        Committed steps never change, so each is read once.
-        """
-        with self._lock:
-            steps = {str(step): step for step in self.steps()}
-            self._known = {name: info for name, info in self._known.items() if name in steps}
-            found: dict[int, SaveInfo | None] = {}
-            for name, step in steps.items():
-                if name not in self._known:
-                    # Removed while it is read, or damaged: it stays unknown.
-                    with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = saves.read_info(self.spot / name, self._item)
-                found[step] = self._known.get(name)
-            return found
-
-    def compacted(self) -> frozenset[SaveId]:
-        """Saves for which a compacted base stands whose manifest can be read."""
-        return frozenset(info.save_id for info in self._compacted().values())
-
-    def _compacted(self) -> dict[str, SaveInfo]:
-        """Compacted bases by the names of their steps; each is read once."""
-        with self._lock:
-            bases = saves.compacted_bases(self.spot, self._item)
-            self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
-            for key in bases.items():
-                if key not in self._bases:
-                    with contextlib.suppress(RestoreError, OSError):
-                        found = saves.read_base(self.spot / key[0], self._item)
-                        self._bases[key] = found.info
-            return {name: info for (name, _), info in self._bases.items()}
-
-    def check_step_files(self, step_dir: Path, share: tuple[int, int] = (0, 1)) -> None:
-        """Checks the files of a step that carry no checksum of their own, dense ones included.
-
-        Args:
-          step_dir: the step.
-          share: ``(i, n)`` checks the i-th of n parts of them, which make up all.
+        """See ``Steps``.
 
         Raises:
-          Damaged: the first that is missing or altered.
+          StorageError: the directory is not there any more, or cannot be read.
         """
-        record = saves.read_save(step_dir, self._item).head
-        if "step" not in record.digests:
-            return
-        for damage in check_step_files(step_dir, share):
-            raise damage
+        numbers = map(names.step_number, files.listing(self.path))
+        return [number for number in numbers if number is not None]
 
     def newest_lease(self) -> Lease | None:
         """The lease of the newest epoch; None where nobody ever took one.
@@ -300,15 +239,15 @@ class Root:
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Compacted bases of later steps go with these, so that they stay whole."""
-        bases = saves.compacted_bases(self.spot, self._item)
+        bases = saves.compacted_bases(self.spot, self.item)
         for name in bases:
             number = names.step_number(name)
             if number is not None and number > step:
-                target = names.compacted_dir(aside / name, self._item)
+                target = names.compacted_dir(aside / name, self.item)
                 with files.typed_errors(target, "make a directory"):
                     target.parent.mkdir(parents=True, exist_ok=True)
                 files.rename(
-                    names.compacted_dir(self.step_dir(number), self._item), target, fsync=True
+                    names.compacted_dir(self.step_dir(number), self.item), target, fsync=True
                 )
 
     def _holds(self) -> bool:
@@ -422,7 +361,7 @@ class Root:
             with files.typed_errors(trash, "make a directory"):
                 trash.mkdir(parents=True)
             for name in dropped:
-                base = names.compacted_dir(self.path / name, self._item)
+                base = names.compacted_dir(self.path / name, self.item)
                 files.rename(base, trash / name, fsync=True)
                 with contextlib.suppress(OSError):  # Another item of the step has a base.
                     base.parent.rmdir()
@@ -459,38 +398,6 @@ def _refuse_foreign(path: Path) -> None:
             f"{path}: expected an empty or a checkpoint directory, found "
             f"{sorted(entries)[:5]}; give the directory of the steps, or an empty one"
         )
-
-
-def find_item(directory: str | os.PathLike[str], wanted: str | None = None) -> str:
-    """Name of our item in the steps of a directory: that of the newest step.
-
-    Args:
-      directory: root of the steps.
-      wanted: the name where the caller knows it; it is checked.
-
-    Returns:
-      The name; the default one where there is no step, or none of ours in it.
-
-    Raises:
-      OptionError: the newest step holds other items of ours, or several.
-      ForeignDirectory, StorageError, UnsupportedRoot: as ``Root.open`` read-only.
-    """
-    opened = Root.open(directory, read_only=True)
-    newest = opened.newest_step()
-    found: list[str] = []
-    if newest is not None:
-        step_dir = opened.step_dir(newest)
-        with files.typed_errors(step_dir, "read"):
-            paths = step_dir.glob(f"*/{names.manifest_name(0)}")
-            found = sorted(path.parent.name for path in paths)
-    if wanted is None and len(found) < 2:
-        return found[0] if found else names.EMBEDDINGS_ITEM
-    if wanted is not None and (not found or wanted in found):
-        return wanted
-    raise OptionError(
-        f"{opened.path}: expected one item that deltackpt wrote in step {newest}"
-        f"{'' if wanted is None else f', {wanted!r},'} found {found}; name one of them"
-    )
 
 
 def _refuse_other_item(path: Path, item: str) -> None:

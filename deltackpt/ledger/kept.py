@@ -15,6 +15,7 @@ from pathlib import Path
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, names
 from deltackpt.storage import files
+from deltackpt.storage.store import Spot
 
 _MAGIC = "deltackpt.kept"
 
@@ -53,13 +54,13 @@ def forget(root: Path) -> None:
         (root / names.KEPT).unlink(missing_ok=True)
 
 
-def noted(root: Path) -> Kept | None:
+def noted(root: Spot) -> Kept | None:
     """What a policy keeps; None where nobody noted that, or nobody can read it.
 
     Raises:
       StorageError: the store refused.
     """
     with contextlib.suppress(RestoreError):
-        data = files.read_bytes(root / names.KEPT)
+        data = (root / names.KEPT).read(names.KEPT)
         return manifest.from_bytes(data, Kept, name=names.KEPT, magic=_MAGIC)
     return None

@@ -62,6 +62,34 @@ def read_inventory(
     return _Inventory(at, item, at.name if shown is None else shown, unreadable).read()
 
 
+def every_digest(folder: Spot, item: str) -> dict[str, Digest]:
+    """Digests of all files of a step, or of a compacted base, by their paths below it.
+
+    Those of which no record knows, as where another manager committed the step, are read for it.
+
+    Args:
+      folder: the step, or ``compacted/<step>/<item>``.
+      item: name of our item.
+
+    Raises:
+      Damaged: a record is missing or altered.
+      StorageError: one cannot be read.
+    """
+    base = folder.parent.parent.name == names.COMPACTED
+    shown = f"{names.COMPACTED}/{folder.parent.name}/{item}" if base else None
+    found = read_inventory(folder.parent if base else folder, item, shown=shown)
+    for damage in found.damage:
+        raise damage
+    if base:
+        below = f"{item}/"
+        return {name.removeprefix(below): digest for name, digest in found.files.items()}
+    known = dict(found.files)
+    if found.scope:
+        # Orbax's files have no digests but what they are now.
+        known = {**digests.digest_tree(Path(folder), skip=known.__contains__), **known}
+    return known
+
+
 class _Inventory:
     """An inventory that is being put together."""
 

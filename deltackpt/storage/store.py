@@ -263,6 +263,14 @@ class Spot(NamedTuple):
         """Where all objects below are, as seen from here, ascending."""
         return [Spot(self.store, key).below(self) for key in self.store.keys(self.key)]
 
+    def tree_bytes(self) -> int:
+        """Bytes of all objects below, of which others may remove some meanwhile."""
+        total = 0
+        for name in self.keys():
+            with contextlib.suppress(StorageError):  # It went; or nobody can read it.
+                total += self.store.length((self / name).key)
+        return total
+
     def versions(self) -> dict[str, Hashable]:
         """What changes with each object below, by where it is as seen from here.
 

@@ -21,6 +21,7 @@ from deltackpt.ledger.lease import epochs
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
+from deltackpt.storage.store import spot
 from deltackpt.tiers.places import (
     Unit,
     differs,
@@ -77,21 +78,7 @@ class Directory:
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """See ``Place``."""
-        folder = self._folder(unit)
-        if unit.item is None:
-            found = inventory.read_inventory(folder, self.item)
-        else:
-            found = inventory.read_inventory(folder.parent, unit.item, shown=unit.name)
-        for damage in found.damage:
-            raise damage
-        if unit.item is not None:
-            below = f"{unit.item}/"
-            return {name.removeprefix(below): digest for name, digest in found.files.items()}
-        known = dict(found.files)
-        if found.scope:
-            # Another manager committed it: Orbax's files have no digests but what they are now.
-            known = {**digests.digest_tree(folder, skip=known.__contains__), **known}
-        return known
+        return inventory.every_digest(spot(self._folder(unit)), unit.item or self.item)
 
     def read(self, unit: Unit, name: str) -> bytes:
         """See ``Place``."""

@@ -32,6 +32,8 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Manifest, ParentRef, SaveId
 from deltackpt.ledger import lease, leftovers
 from deltackpt.ledger.directory import Root
+from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
 from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.meter import Meter, Progress
@@ -50,16 +52,18 @@ _INTERVAL_SECS = 0.1
 def verify_root(
     directory: str | os.PathLike[str],
     *,
-    item: str = names.EMBEDDINGS_ITEM,
+    item: str | None = None,
     steps: Collection[int] | None = None,
+    endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> RootReport:
     """Re-reads and checks all that a directory holds; neither jax nor Orbax is needed.
 
     Args:
-      directory: root of the steps.
-      item: name of our item in them.
+      directory: root of the steps, or the URL of a bucket.
+      item: name of our item in them; found in the newest step by default.
       steps: verify these alone, with what they need; by default everything.
+      endpoint: address of the server of a bucket, where it is not the service's own.
       progress: called with bytes read and bytes in all, from several threads.
 
     Raises:
@@ -68,13 +72,14 @@ def verify_root(
       ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
     """
     started = time.perf_counter()
-    opened = Root.open(directory, item=item, read_only=True)
-    if not opened.steps() and not saves.compacted_bases(opened.path, item):
-        raise StepNotFound(f"{opened.path}: expected committed steps, found none; check the path")
+    opened = open_steps(directory, item=item, endpoint=endpoint)
+    item = opened.item
+    if not opened.steps() and not saves.compacted_bases(opened.spot, item):
+        raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
     missing = set(steps or ()) - set(opened.steps())
     if missing:
         raise StepNotFound(
-            f"{opened.path}: expected the steps {sorted(missing)}, found "
+            f"{opened}: expected the steps {sorted(missing)}, found "
             f"{sorted(opened.steps())[-5:]} as the newest; ask for steps that stand"
         )
     audit = _Audit(opened, item, steps, progress)
@@ -82,14 +87,14 @@ def verify_root(
     gone = set(steps or ()) - {verdict.step for verdict in verdicts}
     if gone:
         raise StepGone(
-            f"{opened.path}: expected the steps {sorted(gone)} to stay while they were verified, "
+            f"{opened}: expected the steps {sorted(gone)} to stay while they were verified, "
             "found them removed; verify steps that stand"
         )
-    others, notes = _outside(opened.path)
-    if steps is not None:
-        others, notes = (), ()
+    others, notes = (), ()
+    if steps is None and isinstance(opened, Root):
+        others, notes = _outside(opened.path)
     return RootReport(
-        directory=str(opened.path),
+        directory=str(opened),
         steps=verdicts,
         saves=audit.reports,
         problems=(*others, *(found for save in audit.reports for found in save.problems)),
@@ -127,7 +132,7 @@ class _Audit:
 
     def __init__(
         self,
-        opened: Root,
+        opened: Steps,
         item: str,
         steps: Collection[int] | None,
         progress: Progress | None,

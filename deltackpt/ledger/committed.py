@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a bucket holds, laid out as a directory has it: readers need not know a journal.
+
+Keys are those of a directory, ``7/embeddings/manifest.0.msgpack`` and
+``compacted/7/embeddings/...``; where the objects stand is looked up. The digests of all files of a
+step are one object, so that names and lengths cost no request, and every object that is read whole
+is checked as it comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import google_crc32c
+
+from deltackpt.errors import Damaged, StorageError
+from deltackpt.format import names
+from deltackpt.ledger.entries import Unit
+from deltackpt.ledger.view import JournalView
+from deltackpt.storage import digests
+from deltackpt.storage.digests import Digest
+from deltackpt.storage.store import Missing, Spot, Stamp
+
+#: The digests of all other files below a prefix.
+COMMIT = "commit.msgpack"
+#: A file of more bytes is put in so many objects, of as many bytes each, below ``SEGMENTS``: no
+#: service takes an object of any length at once, and no process should hold one.
+SEGMENT_BYTES = 32 << 20
+SEGMENTS = "segments"
+#: Steps whose digests are kept: more than a chain has.
+_KEPT_UNITS = 512
+
+
+def segment_name(name: str, number: int) -> str:
+    """Where a segment of a file stands below its prefix."""
+    return f"{SEGMENTS}/{name}/{number:06}"
+
+
+class Catalog(Protocol):
+    """Which units stand in a store, and where."""
+
+    @property
+    def root(self) -> Spot:
+        """What the places of units are relative to."""
+        ...
+
+    def units(self, *, anew: bool) -> Mapping[Unit, str]:
+        """Where the files of each unit stand, below the root.
+
+        Args:
+          anew: whether the store is asked.
+        """
+        ...
+
+    def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
+        """Digests of all files of a unit.
+
+        Raises:
+          Missing: it went.
+          Damaged: they are altered.
+        """
+        ...
+
+
+class Journaled:
+    """The units that a journal names."""
+
+    def __init__(self, journal: JournalView):
+        """Reads by a journal."""
+        self.journal = journal
+
+    @property
+    def root(self) -> Spot:
+        """See ``Catalog``."""
+        return self.journal.root
+
+    def units(self, *, anew: bool) -> Mapping[Unit, str]:
+        """See ``Catalog``."""
+        state = self.journal.state() if anew else self.journal.known
+        return {unit: one.prefix for unit, one in state.standings.items()}
+
+    def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
+        """See ``Catalog``."""
+        standing = self.journal.known.standings.get(unit)
+        at = self.root / prefix / COMMIT
+        data = at.store.get(at.key)
+        if standing is not None and standing.prefix == prefix:
+            if (found := google_crc32c.value(data)) != standing.crc32c:
+                raise Damaged(at.shown(), f"crc32c {standing.crc32c:08x}", f"crc32c {found:08x}")
+        record = digests.digests_from(data, name=at.shown())
+        return {name: record.digest(name) for name in record.files}
+
+
+class Copied:
+    """The units that markers name, as copies to object stores left them before there were journals.
+
+    A marker holds the digests of a unit, whose files stand under its own name.
+    """
+
+    def __init__(self, root: Spot):
+        """Reads what was copied to a folder."""
+        self._root = root
+        self._known: dict[Unit, str] | None = None
+
+    @property
+    def root(self) -> Spot:
+        """See ``Catalog``."""
+        return self._root
+
+    def units(self, *, anew: bool) -> Mapping[Unit, str]:
+        """See ``Catalog``."""
+        if anew or self._known is None:
+            stems = (
+                key.removesuffix(".msgpack").split("/")
+                for key in (self._root / names.COPIED).keys()
+                if key.endswith(".msgpack")
+            )
+            found = (_unit_of(parts) for parts in stems)
+            self._known = {unit: unit.name for unit, below in filter(None, found) if not below}
+        return self._known
+
+    def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
+        """See ``Catalog``."""
+        at = self._root / names.copied_name(prefix)
+        record = digests.digests_from(at.store.get(at.key), name=at.shown())
+        return {name: record.digest(name) for name in record.files}
+
+
+class Committed:
+    """A store of what is committed, to be read; thread-safe."""
+
+    def __init__(self, catalog: Catalog):
+        """Reads what a catalog names; nothing is asked yet."""
+        self._catalog = catalog
+        self._digests: dict[str, dict[str, Digest]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """See ``Store``."""
+        return str(self._catalog.root)
+
+    def get(self, key: str) -> bytes:
+        """See ``Store``; Damaged where it is not what was committed."""
+        prefix, name, digest = self._file(key)
+        if digest.length <= SEGMENT_BYTES:
+            at = self._at(prefix, name)
+            data = self._asked(key, lambda: at.store.get(at.key))
+        else:
+            data = bytearray(digest.length)
+            self.read_into(key, 0, [memoryview(data)])
+            data = bytes(data)
+        if digests.digest_bytes(data)[:3] != digest[:3]:
+            found = f"{len(data)} other bytes"
+            raise Damaged(f"{self.url}/{key}", f"{digest.length} bytes as committed", found)
+        return data
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> None:
+        """See ``Store``; ranges are checked by whoever knows the checksums of their chunks."""
+        prefix, name, digest = self._file(key)
+        wanted = sum(part.nbytes for part in parts)
+        first = start + digest.length if start < 0 else start
+        if first < 0 or first + wanted > digest.length or (whole and wanted != digest.length):
+            raise Damaged(f"{self.url}/{key}", f"{wanted} bytes", f"{digest.length} bytes")
+        if digest.length <= SEGMENT_BYTES:
+            at = self._at(prefix, name)
+            self._asked(key, lambda: at.store.read_into(at.key, first, parts))
+            return
+        for part in parts:
+            while part.nbytes:
+                number, inside = divmod(first, SEGMENT_BYTES)
+                piece = part[: SEGMENT_BYTES - inside]
+                at = self._at(prefix, segment_name(name, number))
+                self._asked(
+                    key, lambda at=at, one=piece, at_=inside: at.store.read_into(at.key, at_, [one])
+                )
+                part, first = part[piece.nbytes :], first + piece.nbytes
+
+    def length(self, key: str) -> int:
+        """See ``Store``."""
+        return self._file(key)[2].length
+
+    def version(self, key: str) -> Hashable:
+        """See ``Store``."""
+        prefix, name, digest = self._file(key)
+        return prefix, name, digest[:3]
+
+    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
+        """Refused: what is committed never changes."""
+        raise StorageError(f"{self.url}/{key}: expected to be read only, found a write")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Refused: what is committed is removed through its ledger."""
+        raise StorageError(f"{self.url}: expected to be read only, found a deletion of {[*keys]}")
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        """See ``Store``."""
+        found = []
+        for unit in self._units(anew=not folder):
+            if _is_below(unit.name, folder):
+                found += [f"{unit.name}/{name}" for name in self._unit_digests(unit)]
+            elif _is_below(folder, unit.name):
+                below = (f"{unit.name}/{name}" for name in self._unit_digests(unit))
+                found += [key for key in below if _is_below(key, folder) and key != folder]
+        return sorted(key for key in found if key > after)
+
+    def folders(self, folder: str) -> list[str]:
+        """See ``Store``; those of the root are asked for anew."""
+        units = self._units(anew=not folder)
+        found = set()
+        for unit in units:
+            if unit.name != folder and _is_below(unit.name, folder):
+                found.add(_next(unit.name, folder))
+            elif _is_below(folder, unit.name):
+                inside = (f"{unit.name}/{name}" for name in self._unit_digests(unit))
+                below = (key for key in inside if _is_below(key, folder))
+                found |= {_next(key, folder) for key in below if "/" in _rest(key, folder)}
+        return sorted(found)
+
+    def stamp(self, folder: str) -> Stamp | None:
+        """See ``Store``; a place is of one upload."""
+        unit, below = _unit_of(folder.split("/")) or (None, "")
+        if unit is None:
+            inside = tuple(self.folders(folder))
+            return Stamp((self.url, folder), inside) if inside or not folder else None
+        prefix = self._units(anew=False).get(unit)
+        if prefix is None:
+            return None
+        if below:
+            try:
+                known = self._unit_digests(unit)
+            except Missing:
+                return None
+            if not any(name.startswith(f"{below}/") for name in known):
+                return None
+        return Stamp((prefix, below), prefix)
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        """See ``Store``."""
+        unit, below = _unit_of(folder.split("/")) or (None, "")
+        prefix = None if unit is None else self._units(anew=False).get(unit)
+        if prefix is None:
+            raise Missing(f"{self.url}/{folder}")
+        at = self._at(prefix, below) if below else self._catalog.root / prefix
+        return at.kvstore()
+
+    def _units(self, *, anew: bool) -> Mapping[Unit, str]:
+        return self._catalog.units(anew=anew)
+
+    def _at(self, prefix: str, name: str) -> Spot:
+        return self._catalog.root / prefix / name
+
+    def _file(self, key: str) -> tuple[str, str, Digest]:
+        """The place, the name in it and the digest of a file.
+
+        Raises:
+          Missing: there is no such file.
+        """
+        unit, name = _unit_of(key.split("/")) or (None, "")
+        prefix = None if unit is None else self._units(anew=False).get(unit)
+        if unit is None or prefix is None or not name:
+            raise Missing(f"{self.url}/{key}")
+        found = self._unit_digests(unit).get(name)
+        if found is None:
+            raise Missing(f"{self.url}/{key}")
+        return prefix, name, found
+
+    def _unit_digests(self, unit: Unit) -> dict[str, Digest]:
+        prefix = self._units(anew=False).get(unit)
+        if prefix is None:
+            raise Missing(f"{self.url}/{unit.name}")
+        known = self._digests.get(prefix)
+        if known is None:
+            known = self._asked(unit.name, lambda: self._catalog.digests(unit, prefix))
+            with self._lock:
+                self._digests[prefix] = known
+                while len(self._digests) > _KEPT_UNITS:
+                    del self._digests[next(iter(self._digests))]
+        return known
+
+    def _asked(self, key: str, ask: Any) -> Any:
+        try:
+            return ask()
+        except Missing as error:
+            # Retired since it was looked up: who asks next is to see that.
+            self._units(anew=True)
+            raise Missing(f"{self.url}/{key}") from error
+
+
+@functools.lru_cache(4096)
+def _unit_of_key(parts: tuple[str, ...]) -> tuple[Unit, str] | None:
+    if parts[0] == names.COMPACTED:
+        if len(parts) < 3 or (step := names.step_number(parts[1])) is None:
+            return None
+        return Unit(step, parts[2]), "/".join(parts[3:])
+    step = names.step_number(parts[0])
+    return None if step is None else (Unit(step), "/".join(parts[1:]))
+
+
+def _unit_of(parts: Sequence[str]) -> tuple[Unit, str] | None:
+    """The unit that a key is in, and its name below that; None where it is in none."""
+    return _unit_of_key(tuple(parts))
+
+
+def _is_below(key: str, folder: str) -> bool:
+    """Whether a key is a folder itself, or in it."""
+    return not folder or key == folder or key.startswith(f"{folder}/")
+
+
+def _rest(key: str, folder: str) -> str:
+    return key[len(folder) + 1 :] if folder else key
+
+
+def _next(key: str, folder: str) -> str:
+    return _rest(key, folder).partition("/")[0]

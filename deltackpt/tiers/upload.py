@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the files of a step, or of a compacted base, into a bucket, and says what they are.
+
+Each file is read, compared with its digest and put: what is altered at the source reaches no
+bucket. The digests of all of them follow as one object; then the unit may be committed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import google_crc32c
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.ledger.committed import COMMIT, SEGMENT_BYTES, segment_name
+from deltackpt.storage import digests
+from deltackpt.storage.crc import crc32c
+from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.store import Spot
+
+#: Objects on their way at a time: enough to hide the latency of a service.
+WORKERS = 8
+#: Most bytes on their way at a time, all objects together.
+IN_FLIGHT_BYTES = 64 << 20
+#: A digest's CRC32C does not cover the last bytes of a file, which it holds as they are.
+_TAIL_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Uploaded:
+    """What was put under a prefix.
+
+    Attributes:
+      nbytes: bytes of all files.
+      crc32c: of the object that holds their digests.
+      objects: how many objects were put, that one included.
+    """
+
+    nbytes: int
+    crc32c: int
+    objects: int
+
+
+class Pace:
+    """A bound of bytes per second; thread-safe."""
+
+    def __init__(self, bytes_per_sec: float | None = None):
+        """None does not bound them."""
+        self._rate = bytes_per_sec
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, stopped: threading.Event | None = None) -> None:
+        """Waits until so many bytes may go; an event cuts that short."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + nbytes / self._rate
+        (stopped or threading.Event()).wait(start - now)
+
+
+class InFlight:
+    """Bytes on their way; who wants more than there is room for waits."""
+
+    def __init__(self, most: int = IN_FLIGHT_BYTES):
+        """Holds none yet."""
+        self._most = most
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Waits until there is room; what is larger than all of it goes alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._most)
+            self._taken += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= nbytes
+                self._changed.notify_all()
+
+
+def upload(
+    source: Spot,
+    files: Mapping[str, Digest],
+    target: Spot,
+    *,
+    workers: int = WORKERS,
+    pace: Pace | None = None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Uploaded:
+    """Puts files, and then what they are; nothing is visible before that is committed.
+
+    Args:
+      source: the folder that they are read from.
+      files: posix path below it to what the file should be.
+      target: the fresh prefix.
+      workers: objects on their way at a time.
+      pace: bounds the bytes per second.
+      on_bytes: called with bytes put, from several threads.
+
+    Raises:
+      Damaged: a file is missing or altered at the source; it is named.
+      StorageError: either store refused, or did not answer.
+    """
+    pace, in_flight, stopped = pace or Pace(), InFlight(), threading.Event()
+
+    def put(name: str) -> int:
+        at, expected = source / name, files[name]
+        count = max(1, -(-expected.length // SEGMENT_BYTES))
+        crc, last = 0, b""
+        for number in range(count):
+            start = number * SEGMENT_BYTES
+            nbytes = min(SEGMENT_BYTES, expected.length - start)
+            with in_flight.taken(nbytes):
+                pace.take(nbytes, stopped)
+                if stopped.is_set():
+                    return number
+                data = _read(at, start, nbytes, whole=count == 1)
+                last = (last + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+                crc = crc32c(np.frombuffer(data, np.uint8), crc)
+                to = target / (name if count == 1 else segment_name(name, number))
+                if number + 1 == count:
+                    _check(at, expected, crc, last)
+                to.store.put(to.key, data)
+            on_bytes(nbytes)
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-upload") as pool:
+        # The largest first: the last to end is a small one.
+        order = sorted(files, key=lambda name: -files[name].length)
+        pending = [pool.submit(put, name) for name in order]
+        try:
+            objects = sum(future.result() for future in concurrent.futures.as_completed(pending))
+        except BaseException:
+            stopped.set()
+            for future in pending:
+                future.cancel()
+            raise
+    record = digests.digests_bytes(Digests.of(files))
+    to = target / COMMIT
+    to.store.put(to.key, record)
+    return Uploaded(
+        nbytes=sum(digest.length for digest in files.values()),
+        crc32c=google_crc32c.value(record),
+        objects=objects + 1,
+    )
+
+
+def _read(at: Spot, start: int, nbytes: int, *, whole: bool) -> bytes:
+    with at.missing_is_damage(at.shown()):
+        if whole:
+            data = at.store.get(at.key)
+            if len(data) != nbytes:
+                raise Damaged(at.shown(), f"{nbytes} bytes", f"{len(data)} bytes")
+            return data
+        piece = bytearray(nbytes)
+        at.store.read_into(at.key, start, [memoryview(piece)])
+        return bytes(piece)
+
+
+def _check(at: Spot, expected: Digest, crc: int, last: bytes) -> None:
+    """Checks what was read of a file, of whose bytes these are the CRC32C and the last four."""
+    tail = int.from_bytes(last, "little")
+    # The digest is of all bytes but the last four, with which it gives that of all of them.
+    wanted = crc32c(
+        np.frombuffer(expected.tail.to_bytes(len(last), "little"), np.uint8), expected.crc32c
+    )
+    if tail != expected.tail or crc != wanted:
+        raise Damaged(
+            at.shown(),
+            f"crc32c {wanted:08x}, tail {expected.tail:08x}",
+            f"crc32c {crc:08x}, tail {tail:08x}",
+        )

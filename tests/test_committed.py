@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a journal names is read as a directory is, from any store."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import servers
+from command import run as command
+from store_suite import MemoryStore
+from test_compact import fold, write_chain
+
+from deltackpt import inspect
+from deltackpt.errors import Damaged, StorageError
+from deltackpt.format import names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.inspect.checkpoints import Checkpoints
+from deltackpt.ledger import committed
+from deltackpt.ledger.committed import COMMIT, Committed, Copied, Journaled
+from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.opening import BucketSteps
+from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.view import JournalView
+from deltackpt.reading import inventory, saves
+from deltackpt.storage import buckets
+from deltackpt.storage.digests import digest_tree
+from deltackpt.storage.store import FileStore, Spot, spot
+from deltackpt.tiers.copy import copy
+from deltackpt.tiers.upload import upload
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A base, two deltas, and a compacted base of the first of these."""
+    root = tmp_path_factory.mktemp("run")
+    write_chain(root, 3, codec="lossless")
+    fold(root, 1)
+    return root
+
+
+@pytest.fixture(scope="module", params=["memory", "files", "s3", "gcs"])
+def bucket(request, tmp_path_factory) -> Iterator[tuple[Spot, str | None]]:
+    """A folder of a store, and the address of its server."""
+    folder = tmp_path_factory.mktemp("store")
+    if request.param == "memory":
+        yield Spot(MemoryStore(), "run"), None
+    elif request.param == "files":
+        yield Spot(FileStore(folder), "run"), None
+    else:
+        start = servers.s3 if request.param == "s3" else servers.gcs
+        with start(folder) as server, servers.environment_of(server):
+            url = server.bucket("bucket") + "/run"
+            yield buckets.place(url, endpoint=server.endpoint).open(), server.endpoint
+
+
+def commit(ledger: Journal, root: Path, unit: Unit) -> Standing:
+    """Brings a step, or a compacted base, of a directory to a store."""
+    source = spot(root / unit.name)
+    files = inventory.every_digest(source, names.EMBEDDINGS_ITEM)
+    prefix = ledger.prefix(unit)
+    put = upload(source, files, ledger.root / prefix)
+    if unit.item is None:
+        info = saves.read_save(source, names.EMBEDDINGS_ITEM).info
+    else:
+        info = saves.read_base(spot(root / str(unit.step)), unit.item).info
+    standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+    return ledger.commit(standing)
+
+
+@pytest.fixture(scope="module")
+def filled(run, bucket) -> Journal:
+    ledger = Journal(bucket[0])
+    ledger.claim()
+    steps = sorted(int(path.name) for path in run.iterdir() if path.name.isdecimal())
+    based = [int(path.name) for path in (run / names.COMPACTED).iterdir() if path.name.isdecimal()]
+    for step in steps:
+        commit(ledger, run, Unit(step))
+        if step in based:
+            commit(ledger, run, Unit(step, names.EMBEDDINGS_ITEM))
+    return ledger
+
+
+def as_directory(root: Spot) -> Spot:
+    journal = JournalView(root)
+    journal.state()
+    return Spot(Committed(Journaled(journal)), "")
+
+
+def test_it_is_laid_out_as_the_directory_was(run, bucket, filled):
+    found, expected = as_directory(bucket[0]), spot(run)
+    wanted = [key for key in expected.keys() if key[0].isdecimal() or key.startswith("compacted/")]
+    wanted = [key for key in wanted if not key.endswith("/lock")]
+    assert found.keys() == wanted
+    for key in wanted:
+        assert (found / key).read(most_bytes=None) == (expected / key).read(most_bytes=None)
+        assert (found / key).length() == (expected / key).length()
+    for folder in ("", "2", "compacted", "compacted/2", "2/embeddings", "4", "2/nothing"):
+        at = found / folder if folder else found
+        names_there = (expected / folder if folder else expected).folders()
+        assert at.folders() == [name for name in names_there if not name.startswith(".")]
+        assert at.is_dir() == bool(not folder or at.keys())
+    assert (found / "2").stamp() == as_directory(bucket[0]).__truediv__("2").stamp()
+    assert not (found / "2").stamp().same((found / "3").stamp())
+
+
+def test_what_is_inspected_is_what_the_directory_shows(run, bucket, filled):
+    ck = inspect.open(run)
+    if isinstance(bucket[0].store, MemoryStore):
+        pytest.skip("TensorStore, which reads compressed arrays, knows nothing of it")
+    there = Checkpoints(BucketSteps(JournalView(bucket[0]), names.EMBEDDINGS_ITEM))
+    assert there.steps == ck.steps and there.compacted.keys() == ck.compacted.keys()
+    for step in ck.steps:
+        one, other = ck.at(step), there.at(step)
+        assert one.tables.keys() == other.tables.keys() and one.dense.keys() == other.dense.keys()
+        for name in one.tables:
+            assert np.asarray(one[name]).tobytes() == np.asarray(other[name]).tobytes()
+        for name, leaf in one.dense.items():
+            assert repr(leaf.value) == repr(other.dense[name].value)
+    assert [save.kind for save in there.saves] == [save.kind for save in ck.saves]
+
+
+def test_commands_take_a_url(run, bucket, filled):
+    root, endpoint = bucket
+    if endpoint is None:
+        pytest.skip("no server has it")
+    url = str(root)
+    assert (
+        command("ls", url, "--endpoint", endpoint).stdout.splitlines()[:4]
+        == (command("ls", run).stdout.splitlines()[:4])
+    )
+    verified = command("verify", url, "--endpoint", endpoint)
+    assert verified.returncode == 0 and "3 steps" in verified.stdout, verified
+    shown = command("show", url, "2", "--endpoint", endpoint)
+    assert shown.returncode == 0 and shown.stdout == command("show", run, "2").stdout
+    missing = command("ls", f"{url}/elsewhere", "--endpoint", endpoint)
+    assert missing.returncode != 0 and "expected a journal" in missing.stderr
+
+
+def test_what_is_altered_or_lost_is_named(run, tmp_path):
+    root = Spot(FileStore(tmp_path), "run")
+    ledger = Journal(root)
+    ledger.claim()
+    first = commit(ledger, run, Unit(0))
+    at = tmp_path / "run" / first.prefix
+    found = as_directory(root)
+    chunk = next(name for name in (found / "0").keys() if name.endswith("/c/0/0"))
+    data = bytearray((at / chunk).read_bytes())
+    data[5] ^= 1
+    (at / chunk).write_bytes(data)
+    with pytest.raises(Damaged, match=f"0/{chunk}"):
+        (found / "0" / chunk).read()
+    os.unlink(at / chunk)
+    with pytest.raises(Damaged, match=chunk.rpartition("/")[2]):
+        (found / "0" / chunk).read()
+    (at / COMMIT).write_bytes((at / COMMIT).read_bytes()[:-1])
+    with pytest.raises(Damaged, match=COMMIT):
+        (as_directory(root) / "0").keys()
+    with pytest.raises(StorageError, match="read only"):
+        found.store.put("1/x", b"")
+
+
+def test_a_reader_sees_that_a_step_went_where_it_misses_a_file(run, tmp_path):
+    root = Spot(FileStore(tmp_path), "run")
+    ledger = Journal(root)
+    ledger.claim()
+    commit(ledger, run, Unit(0))
+    found = as_directory(root)
+    names_there = (found / "0").keys()
+    stamp = (found / "0").stamp()
+    ledger.retire([Unit(0)])
+    assert (found / "0").stamp() == stamp  # Nobody asked since.
+    with pytest.raises(Damaged):
+        (found / "0" / names_there[0]).read()
+    assert (found / "0").stamp() is None and not (found / "0").is_dir()
+
+
+def test_large_files_are_put_in_segments(run, tmp_path):
+    source, root = tmp_path / "7", Spot(FileStore(tmp_path), "run")
+    source.mkdir()
+    data = np.random.default_rng(0).bytes(10_007)
+    (source / "large").write_bytes(data)
+    (source / "small").write_bytes(data[:100])
+    (source / "empty").write_bytes(b"")
+    for number, segment_bytes in enumerate((5_000, 3_335, 10_007, 10_006, 10_005, 2_000)):
+        with (
+            mock.patch.object(committed, "SEGMENT_BYTES", segment_bytes),
+            mock.patch("deltackpt.tiers.upload.SEGMENT_BYTES", segment_bytes),
+        ):
+            ledger = Journal(root)
+            ledger.claim()
+            ledger.retire([Unit(7)])
+            prefix = ledger.prefix(Unit(7))
+            files = digest_tree(source)
+            put = upload(spot(source), files, root / prefix)
+            most = max((root / prefix).versions().values(), key=lambda found: found[1])[1]
+            assert most <= max(segment_bytes, 500)
+            info = SaveInfo(
+                save_id=SaveId("r", 7, number),
+                kind="base",
+                parent=None,
+                step_dir="7",
+                nbytes=0,
+            )
+            ledger.commit(
+                Standing.of(info, Unit(7), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+            )
+            found = as_directory(root) / "7"
+            assert found.keys() == ["empty", "large", "small"]
+            assert (found / "large").read() == data and (found / "empty").read() == b""
+            for start, size in itertools.product(
+                (0, 1, 1_999, 4_999, 10_000, -7), (0, 1, 7, 5_001)
+            ):
+                out = bytearray(size)
+                at = found / "large"
+                first = start % len(data)
+                if first + size > len(data):
+                    with pytest.raises(Damaged):
+                        at.store.read_into(at.key, start, [memoryview(out)])
+                    continue
+                at.store.read_into(at.key, start, [memoryview(out)])
+                assert out == data[first : first + size]
+            # What is altered on the way is put nowhere.
+            (source / "large").write_bytes(data[:5_000] + b"x" + data[5_001:])
+            with pytest.raises(Damaged, match="large"):
+                upload(spot(source), files, root / ledger.prefix(Unit(7)))
+            (source / "large").write_bytes(data)
+
+
+def test_copies_of_before_there_were_journals_are_read(run, tmp_path):
+    copies = tmp_path / "copies"
+    copy(run, json.dumps({"driver": "file", "path": f"{copies}/"}))
+    found = Spot(Committed(Copied(Spot(FileStore(copies), ""))), "")
+    expected = inspect.open(run)
+    there = Checkpoints(Steps(found, names.EMBEDDINGS_ITEM))
+    assert there.newest == expected.newest
+    for name, table in expected.at().tables.items():
+        assert np.asarray(there.at().tables[name]).tobytes() == np.asarray(table).tobytes()
