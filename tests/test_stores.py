@@ -16,15 +16,15 @@ from deltackpt.storage.store import Exists, FileStore, Missing, Spot, spot
 
 
 class TestMemoryStore(StoreSuite):
-    @staticmethod
-    def make(tmp_path_factory):
-        return MemoryStore()
+    @pytest.fixture
+    def make(self):
+        return MemoryStore
 
 
 class TestKvStore(StoreSuite):
-    @staticmethod
-    def make(tmp_path_factory):
-        return KvStore({"driver": "memory"}, "memory://")
+    @pytest.fixture
+    def make(self):
+        return lambda: KvStore({"driver": "memory"}, "memory://")
 
     def test_a_store_that_cannot_be_opened_is_named(self):
         with pytest.raises(StorageError, match="nowhere://: expected to open it"):
@@ -32,9 +32,9 @@ class TestKvStore(StoreSuite):
 
 
 class TestFileStore(StoreSuite):
-    @staticmethod
-    def make(tmp_path_factory):
-        return FileStore(tmp_path_factory.mktemp("store"))
+    @pytest.fixture
+    def make(self, tmp_path_factory):
+        return lambda: FileStore(tmp_path_factory.mktemp("store"))
 
     def test_a_spot_is_a_path(self, store):
         store.put("3/x", b"abc")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A key-value store of TensorStore as a Store: S3, Google Cloud Storage and others.
 
-TensorStore does not raise on a refused conditional write: it returns an empty generation. Nor does
-it say how long an object is: ``length`` reads it whole.
+TensorStore has no deadlines: of a server that takes a connection and says nothing it was still
+waiting after 100 s. So every call here has one, after which it is given up; what it was to write
+may still arrive. Nor does it raise on a refused conditional write: it returns an empty generation.
+Where it lost an answer it tries again by itself, and finds its own write there. It does not say how
+long an object is: ``length`` reads it whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,24 +22,56 @@ from deltackpt.storage.store import Exists, Missing, Stamp
 
 #: The generation of what is not there, to be written only then.
 _ABSENT = b"\x02"
+#: Of one call, unless a store is opened with another: an object of 64 MiB takes a second.
+DEADLINE_SECS = 60.0
+#: Deletions on their way at a time; no service that we speak to deletes several at once.
+_DELETIONS = 16
+_CODE = re.compile(r"([A-Z_]+): ")
+
+
+class Unanswered(StorageError):
+    """No answer came in time, or one that says to try again: what was asked may be done, or not."""
+
+
+class Refused(StorageError):
+    """The store will not do it: credentials, policies, or a bucket that is not there."""
+
+
+class _OutOfRange(StorageError):
+    """The object ends before the range that was asked for."""
+
+
+#: By what an error begins with; the cause of any other may go away by itself.
+_KINDS: dict[str, type[StorageError]] = {
+    "PERMISSION_DENIED": Refused,
+    "UNAUTHENTICATED": Refused,
+    "INVALID_ARGUMENT": Refused,
+    "NOT_FOUND": Refused,
+    "UNIMPLEMENTED": Refused,
+    "OUT_OF_RANGE": _OutOfRange,
+}
 
 
 class KvStore:
     """Bytes under keys of a kvstore."""
 
-    def __init__(self, spec: str | Mapping[str, Any], url: str):
+    def __init__(
+        self, spec: str | Mapping[str, Any], url: str, *, deadline_secs: float = DEADLINE_SECS
+    ):
         """Opens one.
 
         Args:
           spec: of TensorStore; its path ends in "/" where it is a folder.
           url: how errors name it.
+          deadline_secs: of each call.
 
         Raises:
           StorageError: it cannot be opened.
         """
         self._url = url
+        self._deadline_secs = deadline_secs
         with self._refusals("open it"):
-            self._store: Any = ts.KvStore.open(spec).result()
+            self._store: Any = ts.KvStore.open(spec).result(timeout=deadline_secs)
 
     @property
     def url(self) -> str:
@@ -80,7 +116,7 @@ class KvStore:
         """See ``Store``."""
         condition = {"if_equal": _ABSENT} if absent else {}
         with self._refusals(f"write {key}"):
-            stamp = self._store.write(key, bytes(data), **condition).result()
+            stamp = self._done(self._store.write(key, bytes(data), **condition))
         if not stamp.generation:
             raise Exists(
                 f"{self._url}/{key}: expected nothing there, found an object; read who put it there"
@@ -94,7 +130,7 @@ class KvStore:
         if stop and start >= stop:
             return []  # TensorStore's process dies of such a range.
         with self._refusals(f"list {first}"):
-            found = self._store.list(ts.KvStore.KeyRange(start, stop)).result()
+            found = self._done(self._store.list(ts.KvStore.KeyRange(start, stop)))
         return sorted(key for key in (each.decode() for each in found) if key > after)
 
     def folders(self, folder: str) -> list[str]:
@@ -105,17 +141,21 @@ class KvStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         """See ``Store``."""
-        for key in keys:
-            with self._refusals(f"delete {key}"):
-                self._store.write(key, None).result()
+        wanted = [*keys]
+        for first in range(0, len(wanted), _DELETIONS):
+            some = wanted[first : first + _DELETIONS]
+            asked = [(key, self._store.write(key, None)) for key in some]
+            for key, answer in asked:
+                with self._refusals(f"delete {key}"):
+                    self._done(answer)
 
     def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``; a folder is what its objects are."""
+        """See ``Store``; a folder is what its objects are: of the same bytes it is the same."""
         found = self.keys(folder)
         if not found:
             return None
         with contextlib.suppress(Missing):
-            return Stamp(self.version(found[0]), tuple(found))
+            return Stamp((folder, self.version(found[0])), tuple(found))
         return None
 
     def kvstore(self, folder: str) -> dict[str, Any]:
@@ -125,28 +165,42 @@ class KvStore:
 
     def _read(self, key: str, **how: Any) -> Any:
         with self._refusals(f"read {key}"):
-            found = self._store.read(key, **how).result()
+            found = self._done(self._store.read(key, **how))
         if found.state != "value":
             raise Missing(f"{self._url}/{key}", "no such file")
         return found
 
+    def _done(self, answer: Any) -> Any:
+        try:
+            return answer.result(timeout=self._deadline_secs)
+        except TimeoutError:
+            answer.cancel()
+            raise
+
     def _range(self, key: str, start: int, nbytes: int) -> bytes:
         try:
             return bytes(self._read(key, byte_range=slice(start, start + nbytes)).value)
-        except StorageError as error:
-            # A range beyond the end is refused, and by every driver in words of its own.
-            if isinstance(error, Missing) or not isinstance(error.__cause__, ValueError):
-                raise
+        except _OutOfRange:
             return self.get(key)[start : start + nbytes]
 
     @contextlib.contextmanager
     def _refusals(self, action: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        except TimeoutError as error:
+            raise Unanswered(
+                f"{self._url}: expected to {action}, found no answer within "
+                f"{self._deadline_secs:g} s; check that the service is up, then try again"
+            ) from error
+        except (ValueError, OSError, NotImplementedError, RuntimeError, LookupError) as error:
             if isinstance(error, StorageError):
                 raise
-            raise StorageError(
-                f"{self._url}: expected to {action}, found: {str(error).splitlines()[0]}; check "
-                "the URL, the endpoint and the credentials, then try again"
-            ) from error
+            # What comes in brackets is the service's answer, which may hold names of keys.
+            found = str(error).partition(" [")[0].splitlines()
+            code = _CODE.match(found[0]) if found else None
+            kind = _KINDS.get(code[1], Unanswered) if code is not None else Refused
+            told = found[0] if found else type(error).__name__
+            raise kind(
+                f"{self._url}: expected to {action}, found: {told}; check the URL, the endpoint "
+                "and the credentials, then try again"
+            ) from OSError(told)

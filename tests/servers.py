@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object stores on loopback: real servers, started by tests and ended by their process ids."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from machine import required
+
+HERE = Path(__file__).resolve().parent.parent
+#: Where `make servers` puts them.
+_BUILT = HERE / "build" / "servers" / "bin"
+_START_SECS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """An object store that runs.
+
+    Attributes:
+      scheme: of its URLs.
+      endpoint: its address.
+      environment: credentials, as SDKs find them.
+      make: makes a bucket.
+      process: the server's.
+    """
+
+    scheme: str
+    endpoint: str
+    environment: dict[str, str]
+    make: Callable[[str], None]
+    process: subprocess.Popen[bytes]
+
+    def bucket(self, name: str) -> str:
+        """URL of a fresh bucket; a name has 3 letters or more."""
+        self.make(name)
+        return f"{self.scheme}://{name}"
+
+
+@contextlib.contextmanager
+def s3(folder: Path, port: int | None = None) -> Iterator[Server]:
+    """versitygw; its buckets are folders of a directory.
+
+    Args:
+      folder: where it keeps what it is given, and its log.
+      port: where it listens; a free one by default.
+    """
+    held = folder / "buckets"
+    held.mkdir(parents=True, exist_ok=True)
+    keys = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
+    root = {"ROOT_ACCESS_KEY": "tester", "ROOT_SECRET_KEY": "secret"}
+    port = port or free_port()
+    command = [program("versitygw"), "--port", f"127.0.0.1:{port}", "--keep-alive", "posix"]
+    with _running([*command, str(held)], folder, root, port) as process:
+        environment = {**keys, "AWS_EC2_METADATA_DISABLED": "true", "AWS_REGION": "us-east-1"}
+        yield Server(
+            "s3",
+            f"http://127.0.0.1:{port}",
+            environment,
+            lambda name: (held / name).mkdir(exist_ok=True),
+            process,
+        )
+
+
+@contextlib.contextmanager
+def gcs(folder: Path, port: int | None = None) -> Iterator[Server]:
+    """fake-gcs-server; it keeps all in its memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
+    address = f"http://127.0.0.1:{port}"
+
+    def make(name: str) -> None:
+        asked = urllib.request.Request(
+            f"{address}/storage/v1/b?project=test",
+            data=json.dumps({"name": name}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(asked, timeout=30).close()
+
+    command = [
+        *(program("fake-gcs-server"), "-scheme", "http", "-host", "127.0.0.1"),
+        *("-port", str(port), "-backend", "memory", "-log-level", "error"),
+        *("-external-url", address, "-public-host", f"127.0.0.1:{port}"),
+    ]
+    with _running(command, folder, {}, port) as process:
+        yield Server("gs", address, {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}, make, process)
+
+
+def program(name: str) -> str:
+    """Path of a server's program; without it the test is skipped, or fails in CI."""
+    built = _BUILT / name
+    found = str(built) if built.exists() else shutil.which(name)
+    required(found is not None, f"{name} is not built: make servers")
+    assert found is not None
+    return found
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _running(
+    command: list[str], folder: Path, environment: dict[str, str], port: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    log = folder / "log"
+    with open(log, "ab") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **environment}
+        )
+    try:
+        deadline = time.monotonic() + _START_SECS
+        while True:
+            assert process.poll() is None, log.read_text()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.wait()

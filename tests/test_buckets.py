@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets of real servers keep what every store promises, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import servers
+from store_suite import MemoryStore, StoreSuite
+
+from deltackpt.errors import OptionError, StorageError, UnsupportedRoot
+from deltackpt.storage import buckets
+from deltackpt.storage.kv_store import Refused, Unanswered
+from deltackpt.storage.store import Exists, Missing, Spot
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory) -> Iterator[servers.Server]:
+    with servers.s3(tmp_path_factory.mktemp("s3")) as server, environment_of(server):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gcs(tmp_path_factory) -> Iterator[servers.Server]:
+    with servers.gcs(tmp_path_factory.mktemp("gcs")) as server, environment_of(server):
+        yield server
+
+
+def environment_of(server: servers.Server):
+    found = {"TENSORSTORE_GCS_HTTP_URL": server.endpoint} if server.scheme == "gs" else {}
+    return mock.patch.dict(os.environ, {**server.environment, **found})
+
+
+def opened(server: servers.Server, **how) -> Spot:
+    """A fresh folder of a fresh bucket."""
+    url = f"{server.bucket(f'bucket{next(_numbers)}')}/some/run"
+    return buckets.place(url, endpoint=server.endpoint).open(**how)
+
+
+class TestS3(StoreSuite):
+    @pytest.fixture
+    def make(self, s3):
+        return lambda: opened(s3).store
+
+
+class TestGcs(StoreSuite):
+    @pytest.fixture
+    def make(self, gcs):
+        return lambda: opened(gcs).store
+
+
+@pytest.fixture(params=["s3", "gcs"])
+def server(request) -> servers.Server:
+    return request.getfixturevalue(request.param)
+
+
+def test_a_server_keeps_conditional_writes(server):
+    root = opened(server)
+    buckets.probe(root)
+    assert root.keys() == []
+
+
+def test_of_racing_writers_one_wins_each_of_many_keys(server):
+    root = opened(server)
+    start = threading.Barrier(8)
+
+    def race(writer: int) -> list[bool]:
+        won = []
+        for number in range(20):
+            start.wait()
+            try:
+                root.store.put(f"journal/{number}", b"%d" % writer, absent=True)
+                won.append(True)
+            except Exists:
+                won.append(False)
+        return won
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        told = [*zip(*pool.map(race, range(8)), strict=True)]
+    for number, won in enumerate(told):
+        assert sum(won) == 1
+        assert root.store.get(f"journal/{number}") == b"%d" % won.index(True)
+
+
+def test_a_bucket_that_is_not_there_is_named(server):
+    at = buckets.place(f"{server.scheme}://nobody-made-it/run", endpoint=server.endpoint).open()
+    with pytest.raises(Refused, match=r"nobody-made-it/run: expected to write x, found: NOT_FOUND"):
+        at.store.put("x", b"")
+    with pytest.raises(Missing):
+        at.store.get("x")
+
+
+def test_a_server_that_says_nothing_is_given_up(server):
+    at = opened(server, deadline_secs=0.5)
+    at.store.put("x", b"abc")
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        for ask in (
+            lambda: at.store.get("x"),
+            lambda: at.store.put("y", b"late"),
+            lambda: at.store.keys(""),
+            lambda: at.store.delete(["x"]),
+        ):
+            with pytest.raises(Unanswered, match=r"found no answer within 0.5 s"):
+                ask()
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_a_server_that_is_away_is_unanswered_and_one_that_comes_back_answers(tmp_path):
+    with servers.s3(tmp_path) as server, environment_of(server):
+        at = opened(server, deadline_secs=10)
+        at.store.put("x", b"abc")
+        port = int(server.endpoint.rpartition(":")[2])
+    with pytest.raises(Unanswered):
+        at.store.get("x")
+    with servers.s3(tmp_path, port) as server, environment_of(server):
+        assert at.store.get("x") == b"abc"
+
+
+def test_wrong_credentials_are_refused_and_in_no_error(s3):
+    url = s3.bucket("secrets") + "/run"
+    with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "who", "AWS_SECRET_ACCESS_KEY": "hush"}):
+        at = buckets.place(url, endpoint=s3.endpoint).open()
+        with pytest.raises(StorageError, match="expected to write x") as caught:
+            at.store.put("x", b"")
+    told, cause = str(caught.value), caught.value.__cause__
+    assert isinstance(caught.value, Refused)
+    assert not any(secret in f"{told}{cause}" for secret in ("hush", "who", "Signature="))
+
+
+# What URLs mean.
+
+
+@pytest.mark.parametrize(
+    ("url", "driver", "bucket", "path"),
+    [
+        ("s3://b/some/run", "s3", "b", "some/run/"),
+        ("s3://b", "s3", "b", ""),
+        ("S3://b/x/", "s3", "b", "x/"),
+        ("gs://b/x y/#1", "gcs", "b", "x y/#1/"),
+        ("s3:/b/x", "s3", "b", "x/"),
+    ],
+)
+def test_a_url_is_a_bucket_and_a_folder(url, driver, bucket, path):
+    found = buckets.place(url).spec
+    assert (found["driver"], found["bucket"], found["path"]) == (driver, bucket, path)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected", "message"),
+    [
+        ("ftp://b/x", UnsupportedRoot, "found the scheme 'ftp'"),
+        ("s3://", OptionError, "the name of a bucket after s3://, found none"),
+        ("s3://key:hush@b/x", OptionError, "found credentials or a port"),
+        ("{", OptionError, "kvstore spec of TensorStore as JSON"),
+        ('{"a": 1}', OptionError, "a driver"),
+    ],
+)
+def test_what_is_no_bucket_says_so(url, expected, message):
+    with pytest.raises(expected, match=message) as caught:
+        buckets.place(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_paths_are_paths_and_urls_are_not(tmp_path):
+    assert [buckets.is_url(one) for one in ("s3://b", "gs:/b", '{"driver": "memory"}')] == [
+        True
+    ] * 3
+    assert not buckets.is_url(tmp_path) and not buckets.is_url("a/b:c")
+    assert buckets.file_path("file:///a%20b/c#d") == buckets.file_path("/a b/c#d")
+    assert buckets.file_path("s3://b/x") is None
+    with pytest.raises(OptionError, match="the host 'elsewhere'"):
+        buckets.file_path("file://elsewhere/x")
+
+
+def test_a_store_that_takes_every_write_is_refused():
+    class Careless(MemoryStore):
+        def put(self, key, data, *, absent=False):
+            super().put(key, data)
+
+    class Stubborn(MemoryStore):
+        def put(self, key, data, *, absent=False):
+            raise Exists(key)
+
+    for store, found in ((Careless(), "both accepted"), (Stubborn(), "one of a fresh key refused")):
+        with pytest.raises(UnsupportedRoot, match=found):
+            buckets.probe(Spot(store, ""))
+        assert store.keys("") == []
