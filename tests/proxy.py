@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 
 from servers import Server
 
-#: What can become of a request; of one without a fault, nothing but its answer.
-#: - lose: it is forwarded, and its answer is not.
-#: - drop: the connection is closed instead.
-#: - stall: nothing is forwarded nor said until told, then as if nothing had been.
+#: What can become of a request. Where a connection that was used before ends without an answer,
+#: libcurl asks again on another, whatever retries are set: the client sees no lose, drop or late.
+#: - lose: it is forwarded, and its answer is not: the connection is closed.
+#: - drop: the connection is closed instead of forwarding it.
+#: - stall: nothing is forwarded or said until told, then all is as without a fault.
 #: - late: the connection is closed, and the request forwarded when told.
-#: - cut: half of the answer, then the connection is closed.
+#: - cut: the connection is closed after half of the answer's body, or of its head without one.
 #: - slow: the answer comes later.
 #: - 503: the server has too much to do.
 KINDS = ("lose", "drop", "stall", "late", "cut", "slow", "503")
@@ -78,8 +79,9 @@ class Plan:
     seen: list[Request] = dataclasses.field(default_factory=list)
     struck: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     _held: list[tuple[int, threading.Event]] = dataclasses.field(default_factory=list)
-    _late: list[threading.Thread] = dataclasses.field(default_factory=list)
+    _on_their_way: set[threading.Event] = dataclasses.field(default_factory=set)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _arrived: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
     @property
     def counts(self) -> Counter[str]:
@@ -87,13 +89,13 @@ class Plan:
         return Counter(one.method for one in self.seen)
 
     def tell(self) -> None:
-        """Late and stalled requests go on; those that were late have arrived on return."""
+        """Late and stalled requests go on; they have arrived on return."""
         self._go_on(lambda number: True)
-        for thread in self._late:
-            thread.join()
+        with self._arrived:
+            self._arrived.wait_for(lambda: not self._on_their_way)
 
     def met(self, request: Request) -> tuple[str | None, threading.Event]:
-        """Notes a request; returns its fate, and what is set when it goes on."""
+        """Notes a request; returns its fate, and what is set when it may go on."""
         told = threading.Event()
         with self._lock:
             number = len(self.seen)
@@ -101,17 +103,17 @@ class Plan:
             kind = self.fate(number)
             if kind is not None:
                 self.struck.append((number, kind))
-                if kind in ("stall", "late"):
-                    self._held.append((number, told))
+            if kind in ("stall", "late"):
+                self._held.append((number, told))
+                self._on_their_way.add(told)
         self._go_on(lambda held: self.after is not None and number - held >= self.after)
         return kind, told
 
-    def arrives_late(self, work: Callable[[], None]) -> None:
-        """Has something done by a thread of its own, which ``tell`` waits for."""
-        thread = threading.Thread(target=work, daemon=True)
-        with self._lock:
-            self._late.append(thread)
-        thread.start()
+    def arrived(self, told: threading.Event) -> None:
+        """A request that was held has got where it was to go, or never will."""
+        with self._arrived:
+            self._on_their_way.discard(told)
+            self._arrived.notify_all()
 
     def _go_on(self, which: Callable[[int], bool]) -> None:
         with self._lock:
@@ -179,27 +181,30 @@ class Proxy:
             source = _Source(client)
             while True:
                 message = source.message()
-                plan, (kind, told) = self._met(message)
-                if kind == "stall":
-                    told.wait()
+                plan, kind, told = self._met(message)
                 if kind == "drop":
                     return
                 if kind == "late":
-                    assert plan is not None
-                    plan.arrives_late(lambda told=told, message=message: self._late(told, message))
+                    threading.Thread(
+                        target=self._late, args=(plan, told, message), daemon=True
+                    ).start()
                     return
                 if kind == "503":
                     client.sendall(self._busy(message.method))
                     continue
-                if upstream is None or upstream.gone():
-                    upstream = stack.enter_context(self._to_server())
-                answer = upstream.ask(message)
+                if kind == "stall":
+                    told.wait()
+                try:
+                    if upstream is None or upstream.gone():
+                        upstream = stack.enter_context(self._to_server())
+                    answer = upstream.ask(message)
+                finally:
+                    if plan is not None:
+                        plan.arrived(told)
                 if kind == "lose":
                     return
                 if kind == "cut":
-                    whole = bytes(answer.head) + bytes(answer.body)
-                    kept = len(answer.head) if len(answer.body) > 1 else 0
-                    client.sendall(whole[: (kept + len(whole)) // 2])
+                    client.sendall(_half(answer))
                     return
                 if kind == "slow":
                     time.sleep(SLOW_SECS)
@@ -208,18 +213,19 @@ class Proxy:
                 if message.closes or answer.closes:
                     return
 
-    def _late(self, told: threading.Event, message: _Message) -> None:
+    def _late(self, plan: Plan, told: threading.Event, message: _Message) -> None:
         told.wait()
         with contextlib.suppress(OSError), self._to_server() as upstream:
             upstream.ask(message)
+        plan.arrived(told)
 
-    def _met(self, message: _Message) -> tuple[Plan | None, tuple[str | None, threading.Event]]:
+    def _met(self, message: _Message) -> tuple[Plan | None, str | None, threading.Event]:
         target = urllib.parse.unquote(message.target)
         with self._lock:
             plan = next((one for word, one in self._plans.items() if word in target), None)
         if plan is None:
-            return None, (None, threading.Event())
-        return plan, plan.met(Request(message.method, _key(message.target)))
+            return None, None, threading.Event()
+        return plan, *plan.met(Request(message.method, _key(message.target)))
 
     def _busy(self, method: str) -> bytes:
         kind, body = _S3_BUSY if self.server.scheme == "s3" else _GCS_BUSY
@@ -258,6 +264,13 @@ def before(server: Server) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+def _half(answer: _Message) -> bytes:
+    """The head and half of the body; where that is next to nothing, half of the head."""
+    if len(answer.body) < 2:
+        return answer.head[: len(answer.head) // 2]
+    return answer.head + answer.body[: len(answer.body) // 2]
 
 
 def _key(target: str) -> str:

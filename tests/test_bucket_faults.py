@@ -203,9 +203,13 @@ def test_a_network_that_never_works_is_unanswered(network, kind):
         deadline_secs = SHORT_SECS if kind == "stall" else LONG_SECS
         store = opened(network, where, deadline_secs).store
         plan = network.plan(where, lambda number: kind)
-        with named(name), pytest.raises((Unanswered, Exists)) as caught:
-            OPERATIONS[name].ask(store)
-        assert caught.type is Unanswered or (name, kind) in {}, caught.value
+        try:
+            told = OPERATIONS[name].ask(store)
+        except StorageError as error:
+            told = type(error)
+        # Of an answer without a body the status is all that matters, and that one was whole.
+        true = kind == "cut" and told == OPERATIONS[name].gives
+        assert true or told is Unanswered, (name, told)
         plan.tell()
 
     together([functools.partial(work, name) for name in OPERATIONS], len(OPERATIONS))
@@ -354,7 +358,6 @@ def journal_beside(
     trainer.run(dies=dies)
     network.plan(where, proxy.at({}))
     root = opened(network, where, LONG_SECS)
-    check(root, trainer)
     if not {"late", "stall"} & {*faults.values()}:
         _check_files(root, trainer)
     plan.tell()
@@ -373,12 +376,19 @@ _HOW = {
 }
 
 
-@pytest.mark.parametrize("how", _HOW)
-@pytest.mark.parametrize("after", [None, 3], ids=["", "soon"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_journal_is_as_without_faults_whatever_one_does(network, kind, after, how):
-    if after is not None and kind not in ("late", "stall"):
-        pytest.skip("it does not go on")
+#: Kinds, and after how many requests what is held goes on. A client that does not try again sees
+#: of lose, drop and late nothing, of cut a change that was made, of 503 one that was not, and of
+#: stall one that is made much later.
+_FAULTS = [
+    *(("retried", kind, None) for kind in KINDS),
+    ("retried", "late", 2),
+    *((how, kind, None) for how in ("once", "dies") for kind in ("cut", "503", "stall")),
+    ("once", "stall", 2),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "after"), _FAULTS)
+def test_a_journal_is_as_without_faults_whatever_one_does(network, how, kind, after):
     whole = journal_beside(network, {}, after=None, **_HOW[how])
 
     def work(number: int) -> None:
