@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from deltackpt import events
 from deltackpt.errors import Damaged
+from deltackpt.storage.store import FileStore, Spot
 
 #: Different deltas; the figures of many saves are the same.
 _VARIANTS = 16
@@ -41,7 +43,7 @@ class MadeUpSave:
 class MadeUp:
     """As ``deltackpt.inspect.Checkpoints``: consecutive deltas, a base every so many saves."""
 
-    path = "made/up"
+    spot = Spot(FileStore(Path("made")), "up")
     item = "embeddings"
 
     def __init__(

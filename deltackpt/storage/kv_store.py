@@ -27,6 +27,8 @@ DEADLINE_SECS = 60.0
 #: Deletions on their way at a time; no service that we speak to deletes several at once.
 _DELETIONS = 16
 _CODE = re.compile(r"([A-Z_]+): ")
+#: What is said of an answer that broke off in its head: what was asked may be done.
+_CUT_HEAD = "not found in response headers"
 
 
 class Unanswered(StorageError):
@@ -200,6 +202,8 @@ class KvStore:
             code = _CODE.match(found[0]) if found else None
             kind = _KINDS.get(code[1], Unanswered) if code is not None else Refused
             told = found[0] if found else type(error).__name__
+            if _CUT_HEAD in told:
+                kind = Unanswered
             raise kind(
                 f"{self._url}: expected to {action}, found: {told}; check the URL, the endpoint "
                 "and the credentials, then try again"

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A faulty network in front of a server of ``servers``: HTTP/1.1, with a plan of faults.
+
+Requests go on byte for byte, with the Host that the client gave, over which S3 requests are signed.
+Each is read in full, then its fate is looked up in the plan whose word is in its target; so that
+many tests, each in a folder of its own, speak through one proxy at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import select
+import socket
+import threading
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from servers import Server
+
+#: What can become of a request. Where a connection that was used before ends without an answer,
+#: libcurl asks again on another, whatever retries are set: the client sees no lose, drop or late.
+#: - lose: it is forwarded, and its answer is not: the connection is closed.
+#: - drop: the connection is closed instead of forwarding it.
+#: - stall: nothing is forwarded or said until told, then all is as without a fault.
+#: - late: the connection is closed, and the request forwarded when told.
+#: - cut: the connection is closed after half of the answer's body, or of its head without one.
+#: - slow: the answer comes later.
+#: - 503: the server has too much to do.
+KINDS = ("lose", "drop", "stall", "late", "cut", "slow", "503")
+SLOW_SECS = 0.15
+_S3_BUSY = (
+    "application/xml",
+    b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>SlowDown</Code><Message>Please reduce '
+    b"your request rate.</Message><RequestId>0</RequestId></Error>",
+)
+_GCS_BUSY = (
+    "application/json",
+    b'{"error": {"code": 503, "message": "We encountered an internal error. Please try again.", '
+    b'"errors": [{"domain": "global", "reason": "backendError"}]}}',
+)
+_LINE = b"\r\n"
+
+
+class Closed(OSError):
+    """The other side closed its connection."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+      method: GET, PUT and so on.
+      key: what it is about: a key with its bucket, or the prefix of a listing.
+    """
+
+    method: str
+    key: str
+
+
+@dataclasses.dataclass
+class Plan:
+    """What becomes of the requests whose target holds a word.
+
+    Attributes:
+      word: that word.
+      fate: the kind of fault of a request, by its number from 0 on; None of one that succeeds.
+      after: how many requests later a late or stalled one goes on; None: when told.
+      seen: the requests, in order.
+      struck: number and kind of each fault.
+    """
+
+    word: str
+    fate: Callable[[int], str | None]
+    after: int | None = None
+    seen: list[Request] = dataclasses.field(default_factory=list)
+    struck: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    _held: list[tuple[int, threading.Event]] = dataclasses.field(default_factory=list)
+    _on_their_way: set[threading.Event] = dataclasses.field(default_factory=set)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _arrived: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many requests there were, by method."""
+        return Counter(one.method for one in self.seen)
+
+    def tell(self) -> None:
+        """Late and stalled requests go on; they have arrived on return."""
+        self._go_on(lambda number: True)
+        with self._arrived:
+            self._arrived.wait_for(lambda: not self._on_their_way)
+
+    def met(self, request: Request) -> tuple[str | None, threading.Event]:
+        """Notes a request; returns its fate, and what is set when it may go on."""
+        told = threading.Event()
+        with self._lock:
+            number = len(self.seen)
+            self.seen.append(request)
+            kind = self.fate(number)
+            if kind is not None:
+                self.struck.append((number, kind))
+            if kind in ("stall", "late"):
+                self._held.append((number, told))
+                self._on_their_way.add(told)
+        self._go_on(lambda held: self.after is not None and number - held >= self.after)
+        return kind, told
+
+    def arrived(self, told: threading.Event) -> None:
+        """A request that was held has got where it was to go, or never will."""
+        with self._arrived:
+            self._on_their_way.discard(told)
+            self._arrived.notify_all()
+
+    def _go_on(self, which: Callable[[int], bool]) -> None:
+        with self._lock:
+            for number, told in self._held:
+                if which(number):
+                    told.set()
+
+
+def at(numbers: dict[int, str]) -> Callable[[int], str | None]:
+    """Faults of the requests of some numbers."""
+    return numbers.get
+
+
+class Proxy:
+    """A server, behind a network with faults."""
+
+    def __init__(self, server: Server):
+        """Listens; ``close`` ends it."""
+        self.server = server
+        found = urllib.parse.urlsplit(server.endpoint)
+        assert found.hostname is not None and found.port is not None
+        self._upstream = (found.hostname, found.port)
+        self._plans: dict[str, Plan] = {}
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        """Its address, for clients."""
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def plan(
+        self, word: str, fate: Callable[[int], str | None], *, after: int | None = None
+    ) -> Plan:
+        """Makes a plan for all requests whose target holds a word; another one of it is over."""
+        plan = Plan(word, fate, after)
+        with self._lock:
+            self._plans[word] = plan
+        return plan
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self._lock:
+            plans = [*self._plans.values()]
+            every = [self._listener, *self._open]
+        for one in every:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for plan in plans:
+            plan.tell()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """The requests of one connection, one after the other."""
+        with self._kept(client), contextlib.ExitStack() as stack:
+            upstream: _Upstream | None = None
+            source = _Source(client)
+            while True:
+                message = source.message()
+                plan, kind, told = self._met(message)
+                if kind == "drop":
+                    return
+                if kind == "late":
+                    threading.Thread(
+                        target=self._late, args=(plan, told, message), daemon=True
+                    ).start()
+                    return
+                if kind == "503":
+                    client.sendall(self._busy(message.method))
+                    continue
+                if kind == "stall":
+                    told.wait()
+                try:
+                    if upstream is None or upstream.gone():
+                        upstream = stack.enter_context(self._to_server())
+                    answer = upstream.ask(message)
+                finally:
+                    if plan is not None:
+                        plan.arrived(told)
+                if kind == "lose":
+                    return
+                if kind == "cut":
+                    client.sendall(_half(answer))
+                    return
+                if kind == "slow":
+                    time.sleep(SLOW_SECS)
+                client.sendall(answer.head)
+                client.sendall(answer.body)
+                if message.closes or answer.closes:
+                    return
+
+    def _late(self, plan: Plan, told: threading.Event, message: _Message) -> None:
+        told.wait()
+        with contextlib.suppress(OSError), self._to_server() as upstream:
+            upstream.ask(message)
+        plan.arrived(told)
+
+    def _met(self, message: _Message) -> tuple[Plan | None, str | None, threading.Event]:
+        target = urllib.parse.unquote(message.target)
+        with self._lock:
+            plan = next((one for word, one in self._plans.items() if word in target), None)
+        if plan is None:
+            return None, None, threading.Event()
+        return plan, *plan.met(Request(message.method, _key(message.target)))
+
+    def _busy(self, method: str) -> bytes:
+        kind, body = _S3_BUSY if self.server.scheme == "s3" else _GCS_BUSY
+        head = (
+            f"HTTP/1.1 503 Slow Down\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + (b"" if method == "HEAD" else body)
+
+    @contextlib.contextmanager
+    def _to_server(self) -> Iterator[_Upstream]:
+        found = socket.create_connection(self._upstream)
+        with self._kept(found):
+            yield _Upstream(found)
+
+    @contextlib.contextmanager
+    def _kept(self, connection: socket.socket) -> Iterator[None]:
+        """Closes a connection in the end; that the other side did so ends the work with it."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            yield
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+
+@contextlib.contextmanager
+def before(server: Server) -> Iterator[Proxy]:
+    """A proxy before a server, while it is needed."""
+    proxy = Proxy(server)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def _half(answer: _Message) -> bytes:
+    """The head and half of the body; where that is next to nothing, half of the head."""
+    if len(answer.body) < 2:
+        return answer.head[: len(answer.head) // 2]
+    return answer.head + answer.body[: len(answer.body) // 2]
+
+
+def _key(target: str) -> str:
+    """What a request is about."""
+    path, _, query = target.partition("?")
+    asked = dict(urllib.parse.parse_qsl(query))
+    return asked.get("name") or asked.get("prefix") or urllib.parse.unquote(path)
+
+
+@dataclasses.dataclass
+class _Message:
+    """A request or an answer, as it came."""
+
+    first: str
+    head: bytes
+    body: bytes | bytearray
+    closes: bool
+
+    @property
+    def method(self) -> str:
+        return self.first.split(" ")[0]
+
+    @property
+    def target(self) -> str:
+        return self.first.split(" ")[1]
+
+
+class _Upstream:
+    """A connection to the server."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._source = _Source(connection)
+
+    def gone(self) -> bool:
+        """Whether the server closed it; nothing else can be there to be read."""
+        return bool(select.select([self._connection], [], [], 0)[0])
+
+    def ask(self, message: _Message) -> _Message:
+        """Sends a request; returns its answer."""
+        self._connection.sendall(message.head)
+        self._connection.sendall(message.body)
+        return self._source.message(of=message.method)
+
+
+class _Source:
+    """Messages, read from a connection."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._left = b""
+
+    def message(self, of: str | None = None) -> _Message:
+        """The next one; an answer where the method that it is one to is given.
+
+        Raises:
+          OSError: there is none.
+        """
+        while True:
+            head = self._until(_LINE * 2)
+            first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+            fields = {
+                name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)
+            }
+            if of is None and fields.get("expect", "").lower() == "100-continue":
+                self._connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if of is None or not first.split(" ")[1].startswith("1"):
+                break
+        closes = "close" in fields.get("connection", "").lower()
+        if of == "HEAD" or (of is not None and first.split(" ")[1] in ("204", "304")):
+            body = b""
+        elif "chunked" in fields.get("transfer-encoding", "").lower():
+            body = self._chunked()
+        elif "content-length" in fields:
+            body = self._exactly(int(fields["content-length"]))
+        elif of is not None:
+            body, closes = self._rest(), True
+        else:
+            body = b""
+        return _Message(first, head, body, closes)
+
+    def _chunked(self) -> bytes:
+        """A body in chunks, as it came; its trailers are part of it."""
+        found = []
+        while True:
+            line = self._until(_LINE)
+            found.append(line)
+            length = int(line.split(b";")[0], 16)
+            if length == 0:
+                break
+            found.append(bytes(self._exactly(length + len(_LINE))))
+        while found[-1] != _LINE:
+            found.append(self._until(_LINE))
+        return b"".join(found)
+
+    def _until(self, end: bytes) -> bytes:
+        while end not in self._left:
+            self._left += self._some()
+        found, _, self._left = self._left.partition(end)
+        return found + end
+
+    def _exactly(self, nbytes: int) -> bytearray:
+        found = bytearray(nbytes)
+        view = memoryview(found)
+        begun = self._left[:nbytes]
+        view[: len(begun)] = begun
+        self._left = self._left[nbytes:]
+        at = len(begun)
+        while at < nbytes:
+            count = self._connection.recv_into(view[at:])
+            if count == 0:
+                raise Closed
+            at += count
+        return found
+
+    def _rest(self) -> bytes:
+        found = [self._left]
+        with contextlib.suppress(Closed):
+            while True:
+                found.append(self._some())
+        self._left = b""
+        return b"".join(found)
+
+    def _some(self) -> bytes:
+        found = self._connection.recv(1 << 16)
+        if not found:
+            raise Closed
+        return found

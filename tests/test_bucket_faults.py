@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers behind a faulty network: what is told is true, and a journal loses nothing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from unittest import mock
+
+import proxy
+import pytest
+import servers
+from proxy import KINDS, Plan, Proxy
+
+from deltackpt.errors import StorageError
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.ledger import entries
+from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.view import JOURNAL, JournalView, entry_name
+from deltackpt.storage import buckets
+from deltackpt.storage.kv_store import Unanswered
+from deltackpt.storage.store import Exists, Missing, Spot, Store
+
+#: Of calls that are to be given up, and of those that are not.
+SHORT_SECS = 1.0
+LONG_SECS = 60.0
+_RETRIES = {"s3": "s3_request_retries", "gs": "gcs_request_retries"}
+_BUCKET = "faulty"
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=["s3", "gcs"])
+def network(request, tmp_path_factory) -> Iterator[Proxy]:
+    make = {"s3": servers.s3, "gcs": servers.gcs}[request.param]
+    with make(tmp_path_factory.mktemp(request.param)) as server, faulty(server) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def faulty(server: servers.Server) -> Iterator[Proxy]:
+    """A network before a server that has a bucket."""
+    server.bucket(_BUCKET)
+    with proxy.before(server) as network:
+        endpoint = {"TENSORSTORE_GCS_HTTP_URL": network.endpoint} if server.scheme == "gs" else {}
+        with mock.patch.dict(os.environ, {**server.environment, **endpoint}):
+            yield network
+
+
+def folder() -> str:
+    """The name of a fresh folder, in which is that of no other one."""
+    return f"folder{next(_numbers):06d}"
+
+
+def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = True) -> Spot:
+    """A folder of the bucket; without retries each fault is told at once."""
+    scheme = network.server.scheme
+    place = buckets.place(f"{scheme}://{_BUCKET}/{name}", endpoint=network.endpoint)
+    if not retries:
+        spec = {**place.spec, _RETRIES[scheme]: {"max_retries": 0}}
+        place = dataclasses.replace(place, spec=spec)
+    return place.open(deadline_secs=deadline_secs)
+
+
+def together(works: Iterable[Callable[[], object]], most: int = 16) -> None:
+    """Does all of them, some at a time: most of what they do is to wait."""
+    with concurrent.futures.ThreadPoolExecutor(most) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()
+
+
+@contextlib.contextmanager
+def named(what: object) -> Iterator[None]:
+    """Says of what fails in which case it did."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(str(what))
+        raise
+
+
+# The proxy itself.
+
+
+def test_a_network_without_faults_carries_what_is_large_and_counts(network):
+    plan = network.plan(name := folder(), proxy.at({}))
+    store = opened(network, name, LONG_SECS).store
+    data = os.urandom(60_000_000)
+    store.put("large", data)
+    assert store.get("large") == data and [one.method for one in plan.seen][-1] == "GET"
+    assert len(plan.seen) == 2 and all("large" in one.key for one in plan.seen)
+
+
+def test_chunks_are_carried_as_they_came(network):
+    if network.server.scheme != "gs":
+        pytest.skip("S3 requests of such a body are signed in a way of their own")
+    name = folder()
+    where = f"{network.endpoint}/upload/storage/v1/b/{_BUCKET}/o?uploadType=media&name={name}"
+    parts = iter([b"abc", b"d" * 100_000, b"e"])
+    headers = {"Expect": "100-continue", "Transfer-Encoding": "chunked"}
+    asked = urllib.request.Request(where, data=parts, headers=headers, method="POST")
+    urllib.request.urlopen(asked, timeout=30).close()
+    root = opened(network, "", LONG_SECS)
+    assert root.store.get(name) == b"abc" + b"d" * 100_000 + b"e"
+
+
+# The store.
+
+_OLD, _NEW = b"old" * 1000, b"new" * 2000
+
+
+def _read_into(store: Store) -> bytes:
+    part = bytearray(500)
+    store.read_into("a/x", 100, [memoryview(part)])
+    return bytes(part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What is asked of a store that holds a/x and a/y, what it gives, and what it changes."""
+
+    ask: Callable[[Store], object]
+    gives: object = None
+    changes: tuple[tuple[str, bytes | None], ...] = ()
+
+
+OPERATIONS = {
+    "get": Operation(lambda store: store.get("a/x"), _OLD),
+    "get of nothing": Operation(lambda store: store.get("a/none"), Missing),
+    "read_into": Operation(_read_into, _OLD[100:600]),
+    "length": Operation(lambda store: store.length("a/x"), len(_OLD)),
+    "version of nothing": Operation(lambda store: store.version("a/none"), Missing),
+    "put": Operation(lambda store: store.put("a/x", _NEW), changes=(("a/x", _NEW),)),
+    "put absent": Operation(
+        lambda store: store.put("a/z", _NEW, absent=True), changes=(("a/z", _NEW),)
+    ),
+    "put absent of what is there": Operation(
+        lambda store: store.put("a/x", _NEW, absent=True), Exists
+    ),
+    "keys": Operation(lambda store: store.keys("a"), ["a/x", "a/y"]),
+    "delete": Operation(lambda store: store.delete(["a/x", "a/none"]), changes=(("a/x", None),)),
+}
+
+
+def _operation(network: Proxy, name: str, fate, deadline_secs: float, *, retries: bool) -> Plan:
+    """Does an operation beside faults, and checks what it was told and what it did."""
+    operation = OPERATIONS[name]
+    where = folder()
+    store = opened(network, where, deadline_secs, retries=retries).store
+    before = {"a/x": _OLD, "a/y": _OLD}
+    for key, data in before.items():
+        store.put(key, data)
+    plan = network.plan(where, fate)
+    try:
+        told = operation.ask(store)
+    except StorageError as error:
+        told = type(error)
+    plan.tell()
+    network.plan(where, proxy.at({}))
+    sure = opened(network, where, LONG_SECS).store
+    after = dict(before)
+    for key, data in operation.changes:
+        after.pop(key, None)
+        after |= {} if data is None else {key: data}
+    found = {key: sure.get(key) for key in sure.keys("")}
+    if told is Exists and operation.gives is not Exists:
+        # Its own: the answer was lost, and what was tried again found it.
+        assert name == "put absent" and plan.struck and found == after
+    elif told is Unanswered:
+        assert plan.struck and found in (before, after)
+    else:
+        assert told == operation.gives and found == after
+    return plan
+
+
+@pytest.mark.parametrize("retries", [True, False], ids=["retried", "once"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_store_tells_is_true_whatever_one_fault_does(network, kind, retries):
+    deadline_secs = SHORT_SECS if kind == "stall" else LONG_SECS
+
+    def work(name: str) -> None:
+        whole = _operation(network, name, proxy.at({}), LONG_SECS, retries=retries)
+        for number in range(len(whole.seen)):
+            with named(f"{name}, request {number}: {whole.seen[number]}"):
+                fate = proxy.at({number: kind})
+                plan = _operation(network, name, fate, deadline_secs, retries=retries)
+                assert plan.struck == [(number, kind)]
+
+    together([functools.partial(work, name) for name in OPERATIONS])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "slow"])
+def test_a_network_that_never_works_is_unanswered(network, kind):
+    def work(name: str) -> None:
+        where = folder()
+        deadline_secs = SHORT_SECS if kind == "stall" else LONG_SECS
+        store = opened(network, where, deadline_secs).store
+        plan = network.plan(where, lambda number: kind)
+        try:
+            told = OPERATIONS[name].ask(store)
+        except StorageError as error:
+            told = type(error)
+        # Of an answer without a body the status is all that matters, and that one was whole.
+        true = kind == "cut" and told == OPERATIONS[name].gives
+        assert true or told is Unanswered, (name, told)
+        plan.tell()
+
+    together([functools.partial(work, name) for name in OPERATIONS], len(OPERATIONS))
+
+
+# The journal.
+
+
+class Trainer:
+    """What a trainer asks of a journal, step by step, and what it was told.
+
+    A step that raised is done again; a trainer that died is followed by one with a journal of its
+    own, which claims the root and goes on with that step.
+    """
+
+    def __init__(self, root: Spot):
+        self.root = root
+        self.ledger = Journal(root)
+        self.told: dict[int, Standing] = {}
+
+    def steps(self) -> list[Callable[[], object]]:
+        return [
+            self.claim,
+            self.begin,
+            self.leave_an_upload,
+            functools.partial(self.commit, 1),
+            functools.partial(self.commit, 2),
+            functools.partial(self.commit, 3, parent=2),
+            lambda: self.ledger.retire([Unit(1)]),
+            lambda: self.ledger.roll_back(2, "other"),
+            lambda: self.ledger.sweep(),
+        ]
+
+    def claim(self) -> None:
+        self.ledger.claim()
+
+    def begin(self) -> None:
+        self.ledger.begin(None, ["stage"])
+
+    def leave_an_upload(self) -> None:
+        self.ledger.give_up(self.upload(Unit(9)))
+
+    def upload(self, unit: Unit) -> str:
+        prefix = self.ledger.prefix(unit)
+        try:
+            for name in ("x", "commit.msgpack"):
+                at = self.root / prefix / name
+                at.store.put(at.key, prefix.encode())
+        except StorageError:
+            self.ledger.give_up(prefix)
+            raise
+        return prefix
+
+    def commit(self, step: int, parent: int | None = None) -> None:
+        unit = Unit(step)
+        prefix = self.upload(unit)
+        of = None if parent is None else ParentRef(save_id=_save_id(parent), step_dir=str(parent))
+        info = SaveInfo(
+            save_id=_save_id(step),
+            kind="delta" if of else "base",
+            parent=of,
+            step_dir=str(step),
+            nbytes=10,
+        )
+        standing = Standing.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        try:
+            self.told[step] = self.ledger.commit(standing)
+        except StorageError:
+            self.ledger.give_up(prefix)
+            raise
+        if self.told[step].prefix != prefix:
+            self.ledger.give_up(prefix)
+
+    def die(self) -> None:
+        """Another one takes its place."""
+        self.ledger = Journal(self.root)
+        self.claim()
+        self.begin()
+
+    def run(self, *, dies: bool = False, tries: int = 3) -> None:
+        """All steps, each tried so often where the store raises."""
+        for step in self.steps():
+            for left in reversed(range(tries)):
+                try:
+                    step()
+                    break
+                except StorageError:
+                    if not left:
+                        raise
+                    if dies:
+                        self.die()
+
+
+def _save_id(step: int) -> SaveId:
+    return SaveId("r", step, step)
+
+
+def check(root: Spot, trainer: Trainer) -> None:
+    """The root is what all steps of a trainer make of it, by one chain of entries."""
+    state = JournalView(root).state()
+    assert state.claim == trainer.ledger.claimed and state.claim.began
+    assert {*state.standings} == {Unit(2)} and state.steps[2] == trainer.told[2]
+    assert [one.standing for one in state.entry.rolled_back] == [trainer.told[3]]
+    assert state.entry.promoted == {"r": 3}
+    for one in (trainer.told[2], trainer.told[3]):
+        assert _files(root / one.prefix) == {
+            name: one.prefix.encode() for name in ("x", "commit.msgpack")
+        }
+    history = chain(root)
+    assert history[-1] == state.entry
+    epochs = [one.lease.epoch for one in state.entry.claims]
+    assert epochs == [*range(1, len(epochs) + 1)]
+
+
+def chain(root: Spot) -> list[entries.Entry]:
+    """All entries of a journal of which none was collected, the oldest first."""
+    names = (root / JOURNAL).keys()
+    found = []
+    for number, name in enumerate(names, 1):
+        assert f"{JOURNAL}/{name}" == entry_name(number)
+        data = (root / JOURNAL / name).read()
+        found.append(entries.entry_from(data, name=name, number=number))
+    assert [one.previous for one in found] == ["", *(one.nonce for one in found)][:-1]
+    return found
+
+
+def _files(at: Spot) -> dict[str, bytes]:
+    return {name: (at / name).read() for name in at.keys()}
+
+
+def _check_files(root: Spot, trainer: Trainer) -> None:
+    """There are no files but those of what stands, or was rolled back."""
+    prefixes = {key.rpartition("/")[0] for key in (root / entries.SAVES).keys()}
+    told = (trainer.told[2], trainer.told[3])
+    assert prefixes == {one.prefix.partition("/")[2] for one in told}
+
+
+def journal_beside(
+    network: Proxy, faults: dict[int, str], *, after: int | None, retries: bool, dies: bool
+) -> Plan:
+    """A trainer's steps beside faults, checked."""
+    where = folder()
+    deadline_secs = SHORT_SECS if "stall" in faults.values() else LONG_SECS
+    trainer = Trainer(opened(network, where, deadline_secs, retries=retries))
+    plan = network.plan(where, proxy.at(faults), after=after)
+    trainer.run(dies=dies)
+    network.plan(where, proxy.at({}))
+    root = opened(network, where, LONG_SECS)
+    if not {"late", "stall"} & {*faults.values()}:
+        _check_files(root, trainer)
+    plan.tell()
+    check(root, trainer)
+    next_one = Journal(root)
+    next_one.claim()
+    next_one.sweep()
+    _check_files(root, trainer)
+    return plan
+
+
+_HOW = {
+    "retried": {"retries": True, "dies": False},
+    "once": {"retries": False, "dies": False},
+    "dies": {"retries": False, "dies": True},
+}
+
+
+#: Kinds, and after how many requests what is held goes on. A client that does not try again sees
+#: of lose, drop and late nothing, of cut a change that was made, of 503 one that was not, and of
+#: stall one that is made much later.
+_FAULTS = [
+    *(("retried", kind, None) for kind in KINDS),
+    ("retried", "late", 2),
+    *((how, kind, None) for how in ("once", "dies") for kind in ("cut", "503", "stall")),
+    ("once", "stall", 2),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "after"), _FAULTS)
+def test_a_journal_is_as_without_faults_whatever_one_does(network, how, kind, after):
+    whole = journal_beside(network, {}, after=None, **_HOW[how])
+
+    def work(number: int) -> None:
+        with named(f"request {number}: {whole.seen[number]}"):
+            plan = journal_beside(network, {number: kind}, after=after, **_HOW[how])
+            assert plan.struck == [(number, kind)]
+
+    together([functools.partial(work, number) for number in range(len(whole.seen))])
