@@ -27,9 +27,10 @@ from servers import Server
 #: - stall: nothing is forwarded or said until told, then all is as without a fault.
 #: - late: the connection is closed, and the request forwarded when told.
 #: - cut: the connection is closed after half of the answer's body, or of its head without one.
+#: - behead: the connection is closed in the first header of the answer.
 #: - slow: the answer comes later.
 #: - 503: the server has too much to do.
-KINDS = ("lose", "drop", "stall", "late", "cut", "slow", "503")
+KINDS = ("lose", "drop", "stall", "late", "cut", "behead", "slow", "503")
 SLOW_SECS = 0.15
 _S3_BUSY = (
     "application/xml",
@@ -205,6 +206,9 @@ class Proxy:
                     return
                 if kind == "cut":
                     client.sendall(_half(answer))
+                    return
+                if kind == "behead":
+                    client.sendall(answer.head[: answer.head.index(_LINE) + 10])
                     return
                 if kind == "slow":
                     time.sleep(SLOW_SECS)

@@ -11,7 +11,15 @@ import pytest
 from journal_model import World
 from store_suite import MemoryStore
 
-from deltackpt.errors import BrokenChain, Damaged, FencedError, FormatTooNew, InUse, TargetDiffers
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    FencedError,
+    FormatTooNew,
+    InUse,
+    StorageError,
+    TargetDiffers,
+)
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger import entries
@@ -288,6 +296,39 @@ def test_uploads_of_claims_that_are_over_and_those_given_up_are_swept(root):
     assert newer.sweep() == 2 and newer.sweep() == 0
     assert [len((root / one.prefix).keys()) for one in (cut, kept, own, failed)] == [0, 1, 1, 0]
     newer.commit(own)
+
+
+@pytest.mark.parametrize("lost", ["answer", "deletion"])
+def test_what_was_removed_is_swept_though_no_answer_came(lost):
+    class Lossy(MemoryStore):
+        lost = ""
+
+        def _lose(self, what):
+            if self.lost == what:
+                self.lost = ""
+                raise StorageError("no answer came in time")
+
+        def put(self, key, data, *, absent=False):
+            super().put(key, data, absent=absent)
+            self._lose("answer")
+
+        def delete(self, keys):
+            self._lose("deletion")
+            super().delete(keys)
+
+    store = Lossy()
+    ledger = claimed(Spot(store, "run"))
+    for step in range(4):
+        commit(ledger, step)
+    ledger.roll_back(2, "s")
+    for remove in (lambda: ledger.retire([Unit(0)]), ledger.forget_rolled_back):
+        store.lost = lost
+        with pytest.raises(StorageError, match="no answer"):
+            remove()
+        remove()
+    ledger.sweep()
+    kept = {one.prefix for one in ledger.state().steps.values()}
+    assert {f"saves/{key.partition('/')[0]}" for key in (ledger.root / "saves").keys()} == kept
 
 
 # Entries that cannot be believed.

@@ -68,7 +68,7 @@ class Journal(JournalView):
         self._claim: Claim | None = None
         #: Prefixes of entries whose answers never came, by the number that these were to have.
         self._sent: dict[str, int] = {}
-        #: Prefixes of uploads that were given up here.
+        #: Prefixes of uploads that were given up here, and of what was removed here.
         self._failed: set[str] = set()
         #: Whether the known state may be an old one.
         self._stale = True
@@ -247,6 +247,7 @@ class Journal(JournalView):
             removed.update(found)
             if not found:
                 return None
+            self._outlive(found.values())
             kept = {unit: one for unit, one in state.standings.items() if unit not in found}
             return self._with(state, kept)
 
@@ -283,6 +284,7 @@ class Journal(JournalView):
             )
             cut = max(0, len(aside) - entries.MOST_ROLLED_BACK)
             given_up[:] = [one.standing for one in aside[:cut]]
+            self._outlive(given_up)
             kept = {unit: one for unit, one in state.standings.items() if one.step <= after}
             return {**self._with(state, kept), "rolled_back": aside[cut:]}
 
@@ -300,6 +302,7 @@ class Journal(JournalView):
 
         def change(state: State) -> Mapping[str, Any] | None:
             removed[:] = [one.standing for one in state.entry.rolled_back]
+            self._outlive(removed)
             return {"rolled_back": ()} if removed else None
 
         self._change_own(change)
@@ -311,6 +314,10 @@ class Journal(JournalView):
     def give_up(self, prefix: str) -> None:
         """An upload has failed: ``sweep`` deletes what it put, once it cannot be committed."""
         self._failed.add(prefix)
+
+    def _outlive(self, standings: Iterable[Standing]) -> None:
+        """``sweep`` deletes their files where the answer of what removes them, or more, is lost."""
+        self._failed.update(one.prefix for one in standings)
 
     def sweep(self) -> int:
         """Deletes what no state names and none ever will; returns how many objects that were.

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets of real servers behind a faulty network, and what a journal in one of them holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import proxy
+import servers
+from proxy import Proxy
+
+from deltackpt.ledger import entries
+from deltackpt.ledger.view import JOURNAL, entry_name
+from deltackpt.storage import buckets
+from deltackpt.storage.store import Spot
+
+_RETRIES = {"s3": "s3_request_retries", "gs": "gcs_request_retries"}
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def faulty(server: servers.Server) -> Iterator[Proxy]:
+    """A network before a server."""
+    with proxy.before(server) as network:
+        endpoint = {"TENSORSTORE_GCS_HTTP_URL": network.endpoint} if server.scheme == "gs" else {}
+        with mock.patch.dict(os.environ, {**server.environment, **endpoint}):
+            yield network
+
+
+def fresh(network: Proxy) -> str:
+    """The name of a fresh bucket, in which is that of no other one.
+
+    fake-gcs-server looks at all that is in a bucket to list some of it.
+    """
+    network.server.bucket(name := f"bucket{next(_numbers):06d}")
+    return name
+
+
+def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = True) -> Spot:
+    """A folder of a bucket; without retries each fault is told at once."""
+    scheme = network.server.scheme
+    place = buckets.place(f"{scheme}://{name}/run", endpoint=network.endpoint)
+    if not retries:
+        spec = {**place.spec, _RETRIES[scheme]: {"max_retries": 0}}
+        place = dataclasses.replace(place, spec=spec)
+    return place.open(deadline_secs=deadline_secs)
+
+
+def chain(root: Spot) -> list[entries.Entry]:
+    """All entries of a journal of which none was collected, the oldest first."""
+    names = (root / JOURNAL).keys()
+    found = []
+    for number, name in enumerate(names, 1):
+        assert f"{JOURNAL}/{name}" == entry_name(number)
+        data = (root / JOURNAL / name).read()
+        found.append(entries.entry_from(data, name=name, number=number))
+    assert [one.previous for one in found] == ["", *(one.nonce for one in found)][:-1]
+    return found

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two trainers that take one root from each other, and a reader, on a real server and bad network.
+
+What becomes of each request is drawn from the campaign's seed; which request is the next depends on
+the machine.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import random
+import threading
+from collections import Counter
+
+import proxy
+import pytest
+import servers
+from faulty_buckets import chain, faulty, fresh, opened
+
+from deltackpt.errors import BrokenChain, FencedError, StorageError, TargetDiffers
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.ledger import entries
+from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.view import JournalView
+from deltackpt.storage.store import Missing, Spot
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+_DEADLINE_SECS = 0.7
+_FILES = ("x", "commit.msgpack")
+
+
+class _Died(Exception):
+    """It was tried too often."""
+
+
+def _tried(work, times: int = 6):
+    for _ in range(times):
+        try:
+            return work()
+        except Missing:
+            raise
+        except StorageError:
+            pass
+    raise _Died
+
+
+class _Trainer:
+    """A trainer; it goes on from the newest step, until it is fenced, and then claims again."""
+
+    def __init__(self, root: Spot, drawn: random.Random, claims: int = 3):
+        self.root, self.drawn, self.claims = root, drawn, claims
+        self.committed: list[tuple[str, Standing]] = []
+        self.fenced = 0
+
+    def train(self) -> None:
+        for _ in range(self.claims):
+            # A process that saw too many faults dies; another one follows.
+            with contextlib.suppress(_Died):
+                try:
+                    self._train(Journal(self.root), f"{self.drawn.getrandbits(64):016x}")
+                except (FencedError, BrokenChain, TargetDiffers):
+                    self.fenced += 1
+
+    def _train(self, ledger: Journal, run: str) -> None:
+        _tried(ledger.claim)
+        parent = next(reversed(_tried(ledger.state).steps.values()), None)
+        _tried(lambda: ledger.begin(parent.save_id if parent else None))
+        for attempt in range(1, self.drawn.randrange(2, 6)):
+            parent = self._save(
+                ledger, SaveId(run, parent.step + 1 if parent else 0, attempt), parent
+            )
+            if self.drawn.random() < 0.3:
+                steps = [*_tried(ledger.state).steps.values()]
+                first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
+                old = [one.unit for one in steps[:first]]
+                _tried(functools.partial(ledger.retire, old))
+            if self.drawn.random() < 0.3:
+                _tried(ledger.sweep)
+        if parent is not None and self.drawn.random() < 0.3:
+            _tried(lambda: ledger.roll_back(parent.step - 1, run))
+
+    def _save(self, ledger: Journal, save_id: SaveId, parent: Standing | None) -> Standing:
+        unit = Unit(save_id.step)
+        if self.drawn.random() < 0.4:
+            parent = None
+        of = ParentRef(save_id=parent.save_id, step_dir=str(parent.step)) if parent else None
+        info = SaveInfo(
+            save_id=save_id,
+            kind="delta" if of else "base",
+            parent=of,
+            step_dir=str(unit.step),
+            nbytes=10,
+        )
+        prefix = _tried(lambda: self._upload(ledger, unit))
+        standing = Standing.of(info, unit, prefix, stored_bytes=2, crc32c=1)
+        stands = _tried(lambda: ledger.commit(standing))
+        self.committed.append((prefix, stands))
+        return stands
+
+    def _upload(self, ledger: Journal, unit: Unit) -> str:
+        prefix = ledger.prefix(unit)
+        try:
+            for name in _FILES:
+                at = self.root / prefix / name
+                at.store.put(at.key, prefix.encode())
+        except StorageError:
+            ledger.give_up(prefix)
+            raise
+        return prefix
+
+
+def _read(root: Spot, over: threading.Event) -> int:
+    """Each step that is listed is whole, as long as it is listed."""
+    shown, read = JournalView(root), 0
+    while not over.is_set():
+        try:
+            state = shown.state()
+        except StorageError:
+            continue
+        for one in state.steps.values():
+            assert one.parent is None or state.stands(one.parent.save_id), one
+            at = root / one.prefix / "x"
+            try:
+                assert at.store.get(at.key) == one.prefix.encode()
+                read += 1
+            except Missing:
+                with contextlib.suppress(_Died):
+                    newer = _tried(shown.state)
+                    assert one.prefix not in {each.prefix for each in newer.steps.values()}
+            except StorageError:
+                pass
+    return read
+
+
+def _check(root: Spot, trainers: list[_Trainer]) -> list[entries.Entry]:
+    history = chain(root)
+    epochs = [one.lease.epoch for one in history[-1].claims]
+    assert epochs == [*range(1, len(epochs) + 1)]
+    ever = {one.prefix for entry in history for one in entry.standings}
+    for trainer in trainers:
+        for prefix, stands in trainer.committed:
+            assert stands.prefix in ever, f"{prefix} was told to be committed, and never was"
+    last = Journal(root)
+    last.claim()
+    last.sweep()
+    found = Counter(f"saves/{key.partition('/')[0]}" for key in (root / entries.SAVES).keys())
+    assert found == {prefix: len(_FILES) for prefix in last.known.prefixes}
+    return history
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gcs"])
+@pytest.mark.parametrize("faults", [0.02, 0.1])
+def test_two_trainers_on_a_bad_network_lose_no_commit(campaign, figures, tmp_path, scheme, faults):
+    drawn = campaign.random("bucket orders", scheme, faults)
+    counts: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    with getattr(servers, scheme)(tmp_path) as server, faulty(server) as network:
+        for _ in range(campaign.count(400)):
+            seed = drawn.getrandbits(32)
+            try:
+                found, struck = _round(network, random.Random(seed), faults)
+            except BaseException as error:
+                error.add_note(f"round of {seed}, {scheme}, {faults}")
+                raise
+            counts += found
+            kinds += struck
+    figures("trainers behind a faulty network", **counts, faults=dict(kinds))
+
+
+def _round(
+    network: proxy.Proxy, drawn: random.Random, faults: float
+) -> tuple[Counter[str], Counter[str]]:
+    where = fresh(network)
+    fates = [drawn.choice(proxy.KINDS) if drawn.random() < faults else None for _ in range(20_000)]
+    plan = network.plan(where, lambda number: fates[number % len(fates)], after=drawn.randrange(40))
+
+    def root() -> Spot:
+        return opened(network, where, _DEADLINE_SECS, retries=drawn.random() < 0.5)
+
+    trainers = [_Trainer(root(), random.Random(drawn.getrandbits(32))) for _ in range(2)]
+    over = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        read = pool.submit(_read, root(), over)
+        try:
+            for done in [pool.submit(trainer.train) for trainer in trainers]:
+                done.result()
+        finally:
+            over.set()
+        reads = read.result()
+    network.plan(where, proxy.at({}))
+    plan.tell()
+    history = _check(opened(network, where, 60), trainers)
+    committed = sum(len(trainer.committed) for trainer in trainers)
+    fenced = sum(trainer.fenced for trainer in trainers)
+    found = Counter(rounds=1, entries=len(history), commits=committed, fenced=fenced, reads=reads)
+    return found, Counter(kind for _, kind in plan.struck)
