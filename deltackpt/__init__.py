@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
-    from deltackpt.options import DeltaOptions, ManagerOptions, Timeouts, WriteOptions
+    from deltackpt.options import DeltaOptions, ManagerOptions, Tiers, Timeouts, WriteOptions
     from deltackpt.outcomes import ReadRows, Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
@@ -53,6 +53,7 @@ _NAMES = {
     "Rolling": "policy",
     "Saved": "outcomes",
     "Tables": "state.choice",
+    "Tiers": "options",
     "Timeouts": "options",
     "TouchState": "touched",
     "WriteOptions": "options",
@@ -79,6 +80,7 @@ __all__ = [
     "Rolling",
     "Saved",
     "Tables",
+    "Tiers",
     "Timeouts",
     "TouchState",
     "WriteOptions",

@@ -23,6 +23,9 @@ from deltackpt.errors import DeltackptError, MissingExtra
 from deltackpt.format.figures import TableFigures as TableFigures
 from deltackpt.format.manifest import Kind
 
+#: What may fail.
+Operation = Literal["save", "restore", "skip", "promote"]
+
 _logger = logging.getLogger(__name__)
 #: Where the files of deltackpt lie.
 _PACKAGE = os.path.dirname(__file__) + os.sep
@@ -115,16 +118,44 @@ class RestoreEvent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PromotionEvent:
+    """A save that was brought from the stage of this node to the root.
+
+    Attributes:
+      step: the training step.
+      process: index of the process.
+      bytes_sent: bytes of its files.
+      objects: how many objects were put: the files, their digests, and the entry of the journal.
+      seconds: from when its upload was begun until it was committed at the root.
+      lag_secs: from when it was made in the stage until it was committed at the root.
+      committed_unix_secs: when it was, in seconds since 1970.
+      waiting: saves in the stage that are not at the root yet.
+      waiting_bytes: bytes of their files.
+    """
+
+    step: int
+    process: int
+    bytes_sent: int
+    objects: int
+    seconds: float
+    lag_secs: float
+    committed_unix_secs: float
+    waiting: int
+    waiting_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureEvent:
-    """A save or a restore that failed; no touched row is lost by it.
+    """A save, a promotion or a restore that failed; no touched row is lost by it.
 
     A wait that runs out is none: what it waited for goes on.
 
     Attributes:
       step: the training step; None where no one step is meant, as for ``NoIntactStep``.
       process: index of the process.
-      operation: ``save`` or ``restore``, or ``skip`` for a step that ``restore_latest()`` found
-        not intact and passed over.
+      operation: ``save`` or ``restore``, ``skip`` for a step that ``restore_latest()`` found
+        not intact and passed over, or ``promote`` where the root cannot be reached: promotion is
+        tried again until it can.
       code: ``code`` of the error; the name of its class where it is not one of deltackpt's.
       message: of the error.
       seconds: from the call of ``save()`` or of the restore until this event. A save that fails in
@@ -133,7 +164,7 @@ class FailureEvent:
 
     step: int | None
     process: int
-    operation: Literal["save", "restore", "skip"]
+    operation: Operation
     code: str
     message: str
     seconds: float
@@ -142,7 +173,7 @@ class FailureEvent:
     def of(
         cls,
         error: Exception,
-        operation: Literal["save", "restore", "skip"],
+        operation: Operation,
         step: int | None,
         *,
         process: int,
@@ -160,7 +191,7 @@ class FailureEvent:
         )
 
 
-Event = SaveEvent | RestoreEvent | FailureEvent
+Event = SaveEvent | RestoreEvent | PromotionEvent | FailureEvent
 
 
 class Sink(Protocol):
@@ -189,7 +220,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
     """Logs an event as one line and hands it to the sinks.
 
-    Saves and restores are logged at INFO, skipped steps at WARNING, other failures at ERROR.
+    Saves, restores and promotions are logged at INFO, skipped steps and promotions that are tried
+    again at WARNING, other failures at ERROR.
 
     Args:
       event: what happened.
@@ -229,8 +261,8 @@ def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
 class OrbaxLoggerSink:
     """Hands each event to an Orbax logger as one dict, as Orbax hands its own step statistics.
 
-    The dict holds ``event`` (``save``, ``restore`` or ``failure``) and every figure by its name,
-    in the types of JSON: what ``orbax.checkpoint.logging.CloudLogger`` can send.
+    The dict holds ``event`` (``save``, ``restore``, ``promotion`` or ``failure``) and every figure
+    by its name, in the types of JSON: what ``orbax.checkpoint.logging.CloudLogger`` can send.
 
     Example:
       >>> import orbax.checkpoint as ocp
@@ -338,6 +370,19 @@ class PrometheusSink:
         self._restore_secs = seconds(
             "deltackpt_restore_seconds", "Time of a restore by stage", *of_restore, "stage"
         )
+        self._promoted = counter("deltackpt_promotions", "Saves brought to the root", "process")
+        self._sent = counter(
+            "deltackpt_promoted_bytes", "Bytes of saves brought to the root", "process"
+        )
+        self._promotion_secs = seconds(
+            "deltackpt_promotion_seconds", "Time of a promotion by stage", "process", "stage"
+        )
+        self._promoted_step = gauge(
+            "deltackpt_last_promoted_step", "Step of the newest save at the root", "process"
+        )
+        self._waiting = gauge(
+            "deltackpt_waiting_bytes", "Bytes in the stage that are not at the root", "process"
+        )
         of_failure = ("process", "operation", "code")
         self._failures = counter(
             "deltackpt_failures", "Failed saves and restores, and skipped steps", *of_failure
@@ -358,6 +403,14 @@ class PrometheusSink:
             self._restores.labels(*labels).inc()
             self._read.labels(*labels).inc(event.bytes_read)
             _observe(self._restore_secs, labels, event, _RESTORE_STAGES)
+        elif isinstance(event, PromotionEvent):
+            labels = (str(event.process),)
+            self._promoted.labels(*labels).inc()
+            self._sent.labels(*labels).inc(event.bytes_sent)
+            self._promotion_secs.labels(*labels, "upload").observe(event.seconds)
+            self._promotion_secs.labels(*labels, "lag").observe(event.lag_secs)
+            self._promoted_step.labels(*labels).set(event.step)
+            self._waiting.labels(*labels).set(event.waiting_bytes)
         else:
             labels = (str(event.process), event.operation, event.code)
             self._failures.labels(*labels).inc()
@@ -394,15 +447,13 @@ def _observe(histogram: Any, labels: tuple[str, ...], event: Event, stages: Iter
 
 
 def _name(event: Event) -> str:
-    if isinstance(event, FailureEvent):
-        return "failure"
-    return "save" if isinstance(event, SaveEvent) else "restore"
+    return type(event).__name__.removesuffix("Event").lower()
 
 
 def _level(event: Event) -> int:
     if not isinstance(event, FailureEvent):
         return logging.INFO
-    return logging.WARNING if event.operation == "skip" else logging.ERROR
+    return logging.WARNING if event.operation in ("skip", "promote") else logging.ERROR
 
 
 def _figures(event: Event) -> str:

@@ -31,6 +31,7 @@ from deltackpt.handlers.items import sorted_handlers
 from deltackpt.handlers.restoring import Restorer
 from deltackpt.handlers.run import Run
 from deltackpt.handlers.saving import Saver
+from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WhenBusy
 from deltackpt.outcomes import ReadRows, ReadState, Restored, Saved
 from deltackpt.policy import Decision
@@ -41,6 +42,7 @@ from deltackpt.save.flight import Embeddings, SaveReport
 from deltackpt.save.proof import TrackingVerifier
 from deltackpt.save.termination import Termination
 from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.tiers import opening
 
 
 class CheckpointManager:
@@ -73,10 +75,12 @@ class CheckpointManager:
         options: ManagerOptions | None = None,
         sinks: tuple[events.Sink, ...] = (),
     ):
-        """Opens a directory, and takes its lease unless it is opened read-only.
+        """Opens a root, and takes its lease unless it is opened read-only.
 
         Args:
-          directory: root of the steps; made where it does not exist.
+          directory: root of the steps: a directory, made where it does not exist; or a bucket, by
+            its URL: ``s3://bucket/run`` or ``gs://bucket/run``. See ``Tiers`` for how saves come
+            there.
           handlers: item names to what handles them: exactly one ``Tables`` (by default
             ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers. Items
             of JSON need none.
@@ -106,15 +110,22 @@ class CheckpointManager:
         self._untold: Failure | None = None
         self._verifier = TrackingVerifier()
         if not options.read_only:
-            for error in exits.take_over(directory):
+            for error in exits.take_over(opening.saves_to(directory, options)):
                 events.warn(f"another manager of this process was open on the directory: {error}")
-        self._run = Run.begin(directory, item, choice, options, sinks)
+
+        def open_root(writing: bool) -> Steps:
+            count = processes.count()
+            return opening.open_root(
+                directory, item=item, options=options, writing=writing, processes=count
+            )
+
+        self._run = Run.begin(directory, item, choice, options, sinks, open_root)
         self._root = self._run.root
         self._saver = Saver(self._run, extra, self)
         self._restorer = Restorer(self._run, extra)
         self._catalog = Catalog(self._run)
         self._termination = Termination()
-        self._watch = None if options.read_only else exits.Watch(self._end, self._root.path)
+        self._watch = None if options.read_only else exits.Watch(self._end, self._run.held.path)
         self._closed = False
 
     @property
@@ -285,20 +296,26 @@ class CheckpointManager:
     def wait(self) -> list[SaveReport]:
         """Waits until every save is committed, as durable as ``options.writes.durability`` says.
 
+        Of a bucket, until every save is where ``Tiers.wait_for`` says.
+
         Returns:
           Reports of the saves that were committed since the last call, the newest thousand.
 
         Raises:
           SaveFailed: a save failed in the background.
           WaitTimeout: it did not end within ``timeouts.close_secs``.
+          FencedError: another trainer has taken the bucket.
         """
+        limit = self.options.timeouts.close_secs
         with self._lock:
             self._check_usable()
-            failure = self._saver.settle(self.options.timeouts.close_secs)
+            failure = self._saver.settle(limit)
+            if failure is not None:
+                self._saver.reports.clear()
+                raise failure.error(None) from failure.cause
+            self._saver.settle_at_root(limit)
             reports = list(self._saver.reports)
             self._saver.reports.clear()
-        if failure is not None:
-            raise failure.error(None) from failure.cause
         return reports
 
     def is_saving_in_progress(self) -> bool:
@@ -477,7 +494,7 @@ class CheckpointManager:
         Raises:
           FencedError: one has; it is named.
         """
-        self._root.check_lease()
+        self._root.check_lease(ask=True)
 
     @property
     def goes_on_from(self) -> int | None:
@@ -514,6 +531,8 @@ class CheckpointManager:
         self._termination.close()
         if self._watch is not None:
             self._watch.cancel()
+        if not self.options.read_only:
+            self._run.held.give_up()
         self._saver.close()
         self._root.close()
 
@@ -522,7 +541,7 @@ class CheckpointManager:
         limit = self.options.timeouts.close_secs
         if not self._lock.acquire(timeout=limit):
             raise WaitTimeout(
-                f"CheckpointManager of {self._root.path}: expected it to be free within {limit} s "
+                f"CheckpointManager of {self._root}: expected it to be free within {limit} s "
                 "(timeouts.close_secs), found another thread at work in it; look at the storage"
             )
         try:
@@ -531,6 +550,8 @@ class CheckpointManager:
             self._ended, self._leaving = reason, leaving
             try:
                 failure = self._saver.settle(limit)
+                if failure is None:
+                    self._saver.settle_at_root(limit)
             finally:
                 if leaving:
                     # Threads and executors are ended by Python; the next trainer removes the rest.
@@ -558,10 +579,10 @@ class CheckpointManager:
             # Its thread, which kept the manager alive, has ended without a commit.
             exits.tell_lost(
                 f"the save of step {flight.step} failed, and its CheckpointManager of "
-                f"{self._root.path} is gone: {flight.future.exception()}"
+                f"{self._root} is gone: {flight.future.exception()}"
             )
         warnings.warn(
-            f"CheckpointManager of {self._root.path} was not closed: use it in a with statement",
+            f"CheckpointManager of {self._root} was not closed: use it in a with statement",
             ResourceWarning,
             stacklevel=1,
         )
@@ -569,21 +590,21 @@ class CheckpointManager:
     def _check_usable(self, *, writing: bool = False) -> None:
         if self._pid != os.getpid():
             raise ClosedError(
-                f"CheckpointManager of {self._root.path}: expected to be used in process "
+                f"CheckpointManager of {self._root}: expected to be used in process "
                 f"{self._pid}, found process {os.getpid()}; make a manager in the child instead"
             )
         if self._ended is not None and not self._leaving:
             raise FencedError(
-                f"CheckpointManager of {self._root.path}: expected to hold the directory, found "
+                f"CheckpointManager of {self._root}: expected to hold the directory, found "
                 f"that {self._ended}; go on with that one"
             )
         if self._closed:
             raise ClosedError(
-                f"CheckpointManager of {self._root.path}: expected an open manager, found it "
+                f"CheckpointManager of {self._root}: expected an open manager, found it "
                 f"closed{f', because {self._ended}' if self._ended else ''}; make a new one"
             )
         if writing and self.options.read_only:
             raise OptionError(
-                f"CheckpointManager of {self._root.path}: expected a manager that may write, "
+                f"CheckpointManager of {self._root}: expected a manager that may write, "
                 f"found access={self.options.access!r}; open it with access='write' to save"
             )

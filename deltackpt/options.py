@@ -17,6 +17,7 @@ BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
 Tracking = Literal["marks", "fingerprints"]
 Access = Literal["write", "read", "read alone"]
+WaitFor = Literal["root", "stage"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,15 @@ class Timeouts:
         others twice as long for process 0.
       service_secs: for a restore service to hold the step, and for each of its answers; storage
         takes over afterwards.
+      store_secs: for each answer of a bucket. What is asked for again and again, as a promotion
+        is, goes on afterwards; what a restore asks for fails.
     """
 
     save_secs: float = 1800.0
     close_secs: float = 3600.0
     processes_secs: float = 300.0
     service_secs: float = 10.0
+    store_secs: float = 60.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -127,6 +131,49 @@ class WriteOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """What stands between the training and a root that is a bucket: ``s3://`` or ``gs://``.
+
+    Saves are made in a directory of the node, the stage, and brought to the root in the background
+    by a process of their own, the promoter, which ends what a killed trainer has left. An outage of
+    the bucket is a growing lag, and no failed save.
+
+    Attributes:
+      stage: the directory: fast, such as a disk of the node or ``/dev/shm/run``, and of this root
+        alone; by default one for each root below ``$XDG_CACHE_HOME/deltackpt``, or
+        ``~/.cache/deltackpt``. What a power cut leaves is what ``WriteOptions.durability`` says of
+        it, and nothing of a stage in memory.
+      stage_bytes: the most bytes of saves that are not at the root yet. A save that does not fit
+        beside those is not written before there is room, so that the next ``save()`` waits for it;
+        one that never fits goes alone, with a warning.
+      wait_for: what ``wait()`` and ``close()`` wait for: that the saves are at the ``"root"``, or
+        in the ``"stage"``.
+      keep_local: how many of the newest chains stay in the stage, so that a restart on the node
+        reads nothing from the bucket. Others leave it once they are at the root.
+      bytes_per_sec: the most that promotion sends; None for all that the network takes.
+      endpoint: address of the service, where it is not the provider's own.
+    """
+
+    stage: str | None = None
+    stage_bytes: int = 8 << 30
+    wait_for: WaitFor = "root"
+    keep_local: int = 2
+    bytes_per_sec: float | None = None
+    endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_known(self, wait_for=("root", "stage"))
+        for name in ("stage_bytes", "keep_local"):
+            if not (isinstance(found := getattr(self, name), int) and found >= 1):
+                raise OptionError(f"Tiers.{name}: expected at least 1, found {found!r}")
+        if self.bytes_per_sec is not None and not self.bytes_per_sec > 0:
+            raise OptionError(
+                "Tiers.bytes_per_sec: expected a positive number of bytes per second, or None for "
+                f"no bound, found {self.bytes_per_sec!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
     """How a CheckpointManager works.
 
@@ -138,6 +185,8 @@ class ManagerOptions:
       decision: which steps ``save()`` takes of those that it is called for: those that a number
         divides, those that an Orbax ``SaveDecisionPolicy`` takes, or None for all.
       timeouts: limits of all waits.
+      tiers: how saves come to a root that is a bucket; None for the defaults of ``Tiers``, and for
+        a root that is a directory, which needs none.
       access: ``"write"``: the manager saves and restores, and holds the directory's lease;
         ``"read"``: it restores only: no lease, no collection, no directory is made; ``"read
         alone"``: and of a job of several processes this one only uses it, where otherwise all
@@ -149,6 +198,7 @@ class ManagerOptions:
     retention: int | PreservationPolicy | None = None
     decision: int | SaveDecisionPolicy | None = None
     timeouts: Timeouts = Timeouts()
+    tiers: Tiers | None = None
     access: Access = "write"
 
     def __post_init__(self) -> None:
@@ -162,6 +212,11 @@ class ManagerOptions:
                     f"ManagerOptions.{name}: expected a deltackpt.{kind.__name__}, found "
                     f"{type(found).__name__}; give e.g. {name}={_EXAMPLES[kind]}"
                 )
+        if not (self.tiers is None or isinstance(self.tiers, Tiers)):
+            raise OptionError(
+                "ManagerOptions.tiers: expected a deltackpt.Tiers or None, found "
+                f"{type(self.tiers).__name__}; give e.g. tiers=Tiers(stage='/dev/shm/run')"
+            )
         _check_known(self, access=("write", "read", "read alone"))
         for name in ("retention", "decision"):
             if isinstance(found := getattr(self, name), int) and found < 1:

@@ -19,7 +19,7 @@ from deltackpt.policy.retention import PreservationPolicy
 from deltackpt.reading import saves
 from deltackpt.restore import placing
 from deltackpt.state import tables
-from deltackpt.storage import files
+from deltackpt.storage.store import Spot
 
 Metrics = Mapping[str, Any]
 #: A metric's name, or what makes a number of all metrics of a step.
@@ -42,14 +42,14 @@ class Catalog:
           StepNotFound: it was not committed, or is gone.
           Damaged: it cannot be understood.
         """
-        path = self._check(step) / names.STEP_METADATA
-        data = files.read_bytes(path)
+        name = str(self._check(step) / names.STEP_METADATA)
+        data = self._run.root.metadata(step)
         try:
             found = json.loads(data)
         except ValueError as error:
-            raise Damaged(str(path), "JSON", f"{len(data)} bytes: {error}") from error
+            raise Damaged(name, "JSON", f"{len(data)} bytes: {error}") from error
         if not isinstance(found, dict):
-            raise Damaged(str(path), "a JSON object", type(found).__name__)
+            raise Damaged(name, "a JSON object", type(found).__name__)
         return found
 
     def best(self, metric: Metric | None, mode: Mode) -> int | None:
@@ -82,7 +82,7 @@ class Catalog:
     def abstract_state(self, step: int) -> Any:
         """Shapes and dtypes of a step's state; as ``CheckpointManager.item_metadata``."""
         run = self._run
-        save = saves.read_save(run.root.spot / self._check(step).name, run.item)
+        save = saves.read_save(self._check(step), run.item)
         abstract = placing.abstract_of(save).tables or {}
         dense = self._items.abstract(step) if save.layout.dense else {}
         return tables.join(None, save.layout, abstract, dense, None)
@@ -96,12 +96,12 @@ class Catalog:
         run.newest = run.among.of_first("the newest step", run.root.newest_step)
 
     def _delete(self, step: int, protected: frozenset[SaveId]) -> None:
-        root = self._run.root
+        root = self._run.held
         self._check(step)
         infos = root.saves()
         info = infos[step]
         if info is None:
-            raise Damaged(str(root.step_dir(step)), "a manifest that can be read", "none")
+            raise Damaged(str(root.at(step)), "a manifest that can be read", "none")
         others = {number: other for number, other in infos.items() if number != step}
         unreadable = sorted(number for number, other in others.items() if other is None)
         if unreadable:
@@ -126,12 +126,12 @@ class Catalog:
         root.remove_steps([step])
         root.collect(lambda: protected)
 
-    def _check(self, step: int) -> Any:
+    def _check(self, step: int) -> Spot:
         """Where a step stands."""
-        step_dir = self._run.root.step_dir(step)
+        step_dir = self._run.root.at(step)
         if not step_dir.is_dir():
             raise StepNotFound(
-                f"step {step} in {self._run.root.path}: expected a committed step, found none; "
+                f"step {step} in {self._run.root}: expected a committed step, found none; "
                 f"there are {sorted(self._run.root.steps())}"
             )
         return step_dir

@@ -13,7 +13,7 @@ import numpy as np
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format.manifest import Layout, path_name
 from deltackpt.handlers.reading import OrbaxItems
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.steps import Steps
 from deltackpt.outcomes import ReadRows, ReadState
 from deltackpt.reading import saves
 from deltackpt.reading.reader import Progress
@@ -27,7 +27,7 @@ ReadTables = Callable[[int, Mapping[str, None], Progress | None], ReadRows]
 def read_state(
     step: int,
     template: Any,
-    root: Root,
+    root: Steps,
     item: str,
     items: OrbaxItems,
     read: ReadTables,
@@ -38,13 +38,13 @@ def read_state(
     Args:
       step: the step.
       template: the wanted structure.
-      root: the directory.
+      root: of the steps.
       item: of the tables.
       items: what reads dense leaves.
       read: what reads tables.
       progress: called with bytes of tables read and in all.
     """
-    save = saves.read_save(root.spot / root.step_dir(step).name, item)
+    save = saves.read_save(root.at(step), item)
     flat = paths.flatten_with_paths(template, _stays)
     _, treedef = paths.flatten(template, _stays)
     wanted = {

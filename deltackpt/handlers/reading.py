@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -11,14 +12,14 @@ from etils import epath
 
 from deltackpt.format import names
 from deltackpt.handlers import dense
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.steps import Steps
 from deltackpt.restore.steps import Items
 
 
 class OrbaxItems:
     """The ``ItemReader`` of a manager."""
 
-    def __init__(self, root: Root, handlers: Mapping[str, Any]):
+    def __init__(self, root: Steps, handlers: Mapping[str, Any]):
         """Reads nothing yet.
 
         Args:
@@ -30,16 +31,18 @@ class OrbaxItems:
 
     def dense(self, step: int, abstract: dict[str, Any] | None) -> dict[str, Any]:
         """As ``ItemReader.dense``."""
-        handler, item_dir = dense.handler(), self._item_dir(step, names.DENSE_ITEM)
-        metadata = handler.metadata(item_dir)
-        if abstract is not None:
-            dense.check(abstract, metadata, step)
-        args = dense.restore_args(abstract, metadata)
-        return dense.restored(handler.restore(item_dir, args=args), abstract, step)
+        handler = dense.handler()
+        with self._item_dir(step, names.DENSE_ITEM) as item_dir:
+            metadata = handler.metadata(item_dir)
+            if abstract is not None:
+                dense.check(abstract, metadata, step)
+            args = dense.restore_args(abstract, metadata)
+            return dense.restored(handler.restore(item_dir, args=args), abstract, step)
 
     def abstract(self, step: int) -> dict[str, Any]:
         """Shapes and dtypes of the dense leaves of a step, read from metadata alone."""
-        return dense.abstract(dense.handler().metadata(self._item_dir(step, names.DENSE_ITEM)))
+        with self._item_dir(step, names.DENSE_ITEM) as item_dir:
+            return dense.abstract(dense.handler().metadata(item_dir))
 
     def items(self, step: int, items: Items) -> Mapping[str, Any]:
         """As ``ItemReader.items``."""
@@ -50,7 +53,10 @@ class OrbaxItems:
         if args is None:
             _, kind = ocp.args.get_registered_args_cls(handler)
             args = kind()
-        return handler.restore(self._item_dir(step, name), args=args)
+        with self._item_dir(step, name) as item_dir:
+            return handler.restore(item_dir, args=args)
 
-    def _item_dir(self, step: int, name: str) -> epath.Path:
-        return epath.Path(self._root.step_dir(step) / name)
+    @contextlib.contextmanager
+    def _item_dir(self, step: int, name: str) -> Iterator[epath.Path]:
+        with self._root.local(step, name) as item_dir:
+            yield epath.Path(item_dir)

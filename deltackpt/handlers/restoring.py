@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from deltackpt import events, processes
 from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
     ForeignDirectory,
     NoIntactStep,
     RestoreError,
@@ -29,6 +31,8 @@ from deltackpt.save import proof, snapshot
 from deltackpt.save.lineage import Clocks, Reading, new_run
 from deltackpt.state import tables, touch_state
 from deltackpt.state.touch_state import TouchState
+
+_T = TypeVar("_T")
 
 #: How often steps that a trainer removes meanwhile are followed by others.
 _LISTINGS = 10
@@ -68,7 +72,9 @@ class Restorer:
         while (step := self._newest_but({step for step, _ in skipped})) is not None:
             began = time.perf_counter()
             try:
-                result = self._restore(step, template, items, progress, service)
+                result = self._from_any_copy(
+                    step, lambda step=step: self._restore(step, template, items, progress, service)
+                )
             except Exception as error:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
                     run.tell_failure("restore", step, error, began)
@@ -94,7 +100,7 @@ class Restorer:
             # No copy of the directory helps: it is another one, or the item is.
             raise skipped[0][1]
         error = NoIntactStep(
-            f"{run.root.path}: expected an intact step, found {len(skipped)} steps and "
+            f"{run.root}: expected an intact step, found {len(skipped)} steps and "
             f"none intact, the newest because {skipped[0][1]}; copy the directory back "
             "from a backup, or start again in an empty one"
         )
@@ -112,7 +118,9 @@ class Restorer:
         """One step; as ``CheckpointManager.restore``."""
         started = time.perf_counter()
         try:
-            return self._restore(step, template, items, progress, service)
+            return self._from_any_copy(
+                step, lambda: self._restore(step, template, items, progress, service)
+            )
         except Exception as error:
             self._run.tell_failure("restore", step, error, started)
             raise
@@ -120,9 +128,13 @@ class Restorer:
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
         """Rows of tables alone; as ``CheckpointManager.read``."""
         started = time.perf_counter()
-        try:
+
+        def read() -> tuple[Loaded, float, float]:
             found, found_at = self._find(step, None, ranges, None)
-            loaded, read_at = self._load(found, progress)
+            return *self._load(found, progress), found_at
+
+        try:
+            loaded, read_at, found_at = self._from_any_copy(step, read)
         except Exception as error:
             self._run.tell_failure("restore", step, error, started)
             raise
@@ -147,6 +159,16 @@ class Restorer:
         return run.among.of_first(
             "choosing a step", lambda: max({*run.root.steps()} - skipped, default=None)
         )
+
+    def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
+        """Reads a step; where a copy that is near turns out damaged, again from another one."""
+        try:
+            return read()
+        except (BrokenChain, Damaged):
+            # Of several processes all would have to read again.
+            if self._run.among.count > 1 or not self._run.root.found_damaged(step):
+                raise
+        return read()
 
     def _find(
         self, step: int, template: Any, rows: RowRanges | None, service: Service
@@ -250,7 +272,7 @@ class Restorer:
                 witness = proof.of_restored(split, fresh, run.staging)
         run.lineage.adopt(
             merged.chain[-1],
-            Path(found.target.step_dir),
+            run.held.step_dir(found.step),
             layout,
             sizes=sizes,
             clocks=clocks,

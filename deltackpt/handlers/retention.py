@@ -14,13 +14,13 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from deltackpt import processes
-from deltackpt.errors import DeltackptError
-from deltackpt.format import chain, names
+from deltackpt.errors import RestoreError
+from deltackpt.format import chain
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger import kept
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.held import Held
+from deltackpt.ledger.kept import Kept
+from deltackpt.ledger.steps import Steps
 from deltackpt.policy.retention import PreservationPolicy
-from deltackpt.storage import files
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class CommittedStep:
         return datetime.datetime.fromtimestamp(nanoseconds / 1e9, datetime.UTC)
 
 
-def committed_steps(root: Root) -> list[CommittedStep]:
+def committed_steps(root: Steps) -> list[CommittedStep]:
     """All committed steps of a directory, oldest first."""
     return [
         CommittedStep(step, functools.partial(_metadata, root, step))
@@ -63,21 +63,21 @@ def committed_steps(root: Root) -> list[CommittedStep]:
     ]
 
 
-def enforce(policy: PreservationPolicy, root: Root, protected: frozenset[SaveId]) -> None:
+def enforce(policy: PreservationPolicy, root: Held, protected: frozenset[SaveId]) -> None:
     """Removes what a policy does not keep and no kept step needs, and notes what it keeps.
 
     Where the manifest of a step cannot be read, everything stays.
 
     Args:
       policy: the user's; ``as_policy``.
-      root: the directory.
+      root: of the steps.
       protected: saves that stay whatever the policy says; ``Lineage.protected``.
 
     Raises:
       StorageError: the store refused.
     """
     if type(policy) is _policies.LatestN and policy.n is None:
-        kept.forget(root.path)
+        root.note_kept(None)
         return
     steps = committed_steps(root)
     context = _policies.PreservationContext()
@@ -87,13 +87,13 @@ def enforce(policy: PreservationPolicy, root: Root, protected: frozenset[SaveId]
     # Last: a full disk gets room first.
     newest = max((checkpoint.step for checkpoint in steps), default=-1)
     stay = tuple(one.step for one, stays in zip(steps, wanted, strict=True) if stays)
-    kept.note(root.path, kept.Kept(policy=type(policy).__name__, newest=newest, steps=stay))
+    root.note_kept(Kept(policy=type(policy).__name__, newest=newest, steps=stay))
 
 
 def _surplus(
     steps: Sequence[CommittedStep],
     wanted: Sequence[bool],
-    root: Root,
+    root: Steps,
     protected: frozenset[SaveId],
 ) -> list[int]:
     """The steps that a policy does not keep, and that no kept step needs."""
@@ -129,9 +129,14 @@ def as_policy(retention: int | PreservationPolicy | None) -> PreservationPolicy:
     return retention
 
 
-def _metadata(root: Root, step: int) -> Mapping[str, Any]:
+def _metadata(root: Steps, step: int) -> Mapping[str, Any]:
+    """What a step was saved with; nothing where that cannot be understood.
+
+    Raises:
+      StorageError: the store refused: that says nothing about the step.
+    """
     try:
-        found = json.loads(files.read_bytes(root.step_dir(step) / names.STEP_METADATA))
-    except (DeltackptError, ValueError):
+        found = json.loads(root.metadata(step))
+    except (RestoreError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

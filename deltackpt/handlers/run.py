@@ -6,18 +6,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Literal
+from collections.abc import Callable
 
 from deltackpt import events, processes
 from deltackpt.errors import OptionError
 from deltackpt.handlers.agreement import Processes
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.held import Held
+from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.state.choice import Tables
 from deltackpt.tracking.fingerprints import RowTracker
+
+#: Opens the root, to be written or only read.
+OpenRoot = Callable[[bool], Steps]
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,7 +31,7 @@ class Run:
     Attributes:
       options: of the manager.
       sinks: receivers of events.
-      root: the directory.
+      root: where the steps are; a trainer holds it.
       item: of the tables.
       choice: which leaves are tables.
       among: the processes that save and restore together.
@@ -41,7 +45,7 @@ class Run:
 
     options: ManagerOptions
     sinks: tuple[events.Sink, ...]
-    root: Root
+    root: Steps
     item: str
     choice: Tables
     among: Processes
@@ -60,22 +64,33 @@ class Run:
         choice: Tables,
         options: ManagerOptions,
         sinks: tuple[events.Sink, ...],
+        open_root: OpenRoot,
     ) -> Run:
-        """A new run on a directory, which process 0 opens before the others."""
+        """A new run on a root, which process 0 opens before the others.
+
+        Args:
+          directory: where the root is, as the user named it.
+          item: of the tables.
+          choice: which leaves are tables.
+          options: of the manager.
+          sinks: receivers of events.
+          open_root: opens it, for this process to write where it is the first of them.
+        """
         among = Processes(
             os.fspath(directory), options.timeouts.processes_secs, alone=options.alone
         )
-        opened: list[Root] = []
+        opened: list[Steps] = []
 
         def first() -> int | None:
-            opened.append(Root.open(directory, item=item, read_only=options.read_only))
+            opened.append(open_root(not options.read_only))
             return opened[0].newest_step()
 
         what = f"{os.fspath(directory)}: opening it"
         newest = among.of_first(what, first, fatal=True, patience=1)
-        root = opened[0] if opened else Root.open(directory, item=item, read_only=True)
+        root = opened[0] if opened else open_root(False)
         lineage = Lineage(
             options.deltas.policy,
+            ledger=root if isinstance(root, Held) else None,
             item=item,
             run=among.agree("a new run", new_run()),
             compacted=options.deltas.bases == "compacted",
@@ -93,6 +108,12 @@ class Run:
             tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
             newest=newest,
         )
+
+    @property
+    def held(self) -> Held:
+        """The root, of a manager that saves."""
+        assert isinstance(self.root, Held)
+        return self.root
 
     @property
     def fsync(self) -> bool:
@@ -114,7 +135,7 @@ class Run:
             if newest is None or step > newest:
                 return
         raise OptionError(
-            f"step {step} in {self.root.path}: expected a step above {newest}, the newest in the "
+            f"step {step} in {self.root}: expected a step above {newest}, the newest in the "
             "directory or the restored one, found an older or equal one; call restore_latest() or "
             "restore(step) first to go on from a step, or use an empty directory"
         )
@@ -130,12 +151,12 @@ class Run:
         # The others list no steps before process 0 has moved them.
         what = f"going on from step {self.restored} with step {step}"
         with self.among.together(what, fatal=True):
-            self.root.roll_back(self.restored, self.lineage.run)
+            self.held.roll_back(self.restored, self.lineage.run)
         self.newest, self.restored = self.restored, None
 
     def tell_failure(
         self,
-        operation: Literal["save", "restore", "skip"],
+        operation: events.Operation,
         step: int | None,
         error: Exception,
         started: float,

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 
 from deltackpt import events, processes
 from deltackpt.errors import (
+    Damaged,
     DeltackptError,
     OptionError,
     ProcessMissing,
@@ -37,6 +38,7 @@ from deltackpt.handlers.foreign import HandlerItem, Metrics
 from deltackpt.handlers.items import save_args
 from deltackpt.handlers.run import Run
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
+from deltackpt.ledger.held import Held
 from deltackpt.options import WhenBusy
 from deltackpt.outcomes import Saved
 from deltackpt.save import snapshot
@@ -138,7 +140,7 @@ class Saver:
         run = self._run
         if run.among.count == 1:
             # Of several processes one holds the lease: its commit checks it, and tells the others.
-            run.root.check_lease()
+            run.held.check_lease()
         # First of all: what cannot be stored leaves even a rollback undone.
         split = self.split(state, dense_fault=dense.fault)
         if run.tracker is None and run.lineage.can_go_back:
@@ -146,6 +148,7 @@ class Saver:
             self._go_back(split, arguments.touched)
         run.check_above(step)
         run.roll_back(step)
+        run.held.begin(run.lineage.goes_on)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:
@@ -183,7 +186,7 @@ class Saver:
             workers=run.workers,
             force_base=arguments.force_base,
         )
-        return snapshot.take(embeddings, step, run.root.step_dir(step))
+        return snapshot.take(embeddings, step, run.held.step_dir(step))
 
     def _take(
         self,
@@ -230,7 +233,7 @@ class Saver:
 
     def _temporary(self, number: int, attempt: int) -> Path:
         run = self._run
-        return steps.temporary_dir(run.root.step_dir(number), f"{run.lineage.run}-{attempt}")
+        return steps.temporary_dir(run.held.step_dir(number), f"{run.lineage.run}-{attempt}")
 
     def _hand_over(
         self,
@@ -245,33 +248,38 @@ class Saver:
         run, begun_ns = self._run, time.time_ns()
         temporary = self._temporary(number, attempt)
         planned = Step(
-            final=run.root.step_dir(number),
+            final=run.held.step_dir(number),
             items=items,
             tables=run.item,
             others=of_this_process(temporary, run.options.timeouts.processes_secs),
             fsync=run.fsync,
             metadata=lambda: self._metadata(items, arguments, begun_ns),
-            check=run.root.check_lease,
+            check=run.held.check_lease,
         )
         warnings: list[str] = []
+        nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
+        nbytes += sum(item.nbytes for item in items.values() if isinstance(item, DenseLeaves))
         # With the manager, which would say that its save is lost if it went.
-        future = run.workers.save(self._write, planned, warnings, self._owner)
+        future = run.workers.save(self._write, planned, nbytes, warnings, self._owner)
         self.in_flight = InFlight(number, temporary, pending, future, started, warnings)
         return self.in_flight
 
     # In the background.
 
-    def _write(self, planned: Step, warnings: list[str], owner: object) -> Committed:
+    def _write(self, planned: Step, nbytes: int, warnings: list[str], owner: object) -> Committed:
         run = self._run
         try:
+            if (warning := run.held.make_room(nbytes)) is not None:
+                warnings.append(f"step {planned.final.name}: {warning}")
             committed = steps.write(planned, run.workers)
         except BaseException:
             _release(planned.items)  # Not all of them were come to.
             raise
+        run.held.committed()
         if run.among.index == 0:
             try:
                 # Asked after the commit, which the policy counts.
-                retention.enforce(self._keeps, run.root, run.lineage.protected())
+                retention.enforce(self._keeps, run.held, run.lineage.protected())
             except Exception as error:
                 warnings.append(f"steps that retention does not keep may stay: {error}")
         return committed
@@ -370,6 +378,7 @@ class Saver:
           WaitTimeout: it goes on.
         """
         flight, run = self.in_flight, self._run
+        self._tell_news()
         if flight is None:
             return None
         done, _ = concurrent.futures.wait([flight.future], timeout_secs)
@@ -390,10 +399,33 @@ class Saver:
         for text in flight.warnings:
             events.warn(text)
         try:
-            run.root.collect(run.lineage.protected)
+            run.held.collect(run.lineage.protected)
         except StorageError as error:
             events.warn(f"what nothing needs could not be removed: {error}")
         return None
+
+    def settle_at_root(self, timeout_secs: float) -> None:
+        """Waits until every save is where it is to be durable, and tells how it came there.
+
+        Raises:
+          WaitTimeout, FencedError, SaveFailed: as ``Held.settle``.
+        """
+        if isinstance(held := self._run.root, Held):
+            try:
+                held.settle(timeout_secs)
+            finally:
+                self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Tells what happened between stage and root since the last call."""
+        if isinstance(held := self._run.root, Held):
+            for event in held.news():
+                events.emit(event, self._run.sinks)
+                if not isinstance(event, events.FailureEvent) or event.step is None:
+                    continue
+                if event.code == Damaged.code:
+                    # What is taken against it could not come to the root either.
+                    self._run.lineage.distrust(f"a save cannot come to the root: {event.message}")
 
     def _failed(self, flight: InFlight, cause: BaseException) -> Failure:
         run = self._run

@@ -9,10 +9,12 @@ is checked as it comes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import google_crc32c
 
@@ -20,8 +22,8 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import names
 from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.view import JournalView
-from deltackpt.storage import digests
-from deltackpt.storage.digests import Digest
+from deltackpt.storage import digests, files
+from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, Spot, Stamp
 
 #: The digests of all other files below a prefix.
@@ -32,6 +34,8 @@ SEGMENT_BYTES = 32 << 20
 SEGMENTS = "segments"
 #: Steps whose digests are kept: more than a chain has.
 _KEPT_UNITS = 512
+#: Files that are fetched at a time.
+_FETCHERS = 4
 
 
 def segment_name(name: str, number: int) -> str:
@@ -228,7 +232,7 @@ class Committed:
         if unit is None:
             inside = tuple(self.folders(folder))
             return Stamp((self.url, folder), inside) if inside or not folder else None
-        prefix = self._units(anew=False).get(unit)
+        prefix = self._place_of(unit)
         if prefix is None:
             return None
         if below:
@@ -243,14 +247,59 @@ class Committed:
     def kvstore(self, folder: str) -> dict[str, Any]:
         """See ``Store``."""
         unit, below = _unit_of(folder.split("/")) or (None, "")
-        prefix = None if unit is None else self._units(anew=False).get(unit)
+        prefix = None if unit is None else self._place_of(unit)
         if prefix is None:
             raise Missing(f"{self.url}/{folder}")
         at = self._at(prefix, below) if below else self._catalog.root / prefix
         return at.kvstore()
 
+    def fetch(self, folder: str, target: Path) -> None:
+        """Brings the files of a folder to a directory, each checked to be what was committed.
+
+        Args:
+          folder: in a step, or in a compacted base.
+          target: an existing directory.
+
+        Raises:
+          Damaged: a file is not what was committed.
+          StorageError: the store refused, or the directory cannot be written.
+        """
+        keys = self.keys(folder)
+
+        def fetch(key: str) -> None:
+            path = target / key.removeprefix(f"{folder}/")
+            with files.typed_errors(path, "be written"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "wb") as file:
+                    self._copy(key, file)
+
+        with concurrent.futures.ThreadPoolExecutor(_FETCHERS, "deltackpt-fetch") as pool:
+            for _ in pool.map(fetch, keys):
+                pass
+
+    def _copy(self, key: str, file: IO[bytes]) -> None:
+        """Copies a file piece by piece; what it was is known at its end."""
+        digest, start, came = self._file(key)[2], 0, Streamed()
+        if digest.length <= SEGMENT_BYTES:
+            file.write(self.get(key))
+            return
+        while start < digest.length:
+            piece = bytearray(min(SEGMENT_BYTES, digest.length - start))
+            self.read_into(key, start, [memoryview(piece)])
+            file.write(piece)
+            came.add(piece)
+            start += len(piece)
+        came.check(f"{self.url}/{key}", digest)
+
     def _units(self, *, anew: bool) -> Mapping[Unit, str]:
         return self._catalog.units(anew=anew)
+
+    def _place_of(self, unit: Unit) -> str | None:
+        """Where a unit stands; of a step that is not known the catalog is asked anew."""
+        found = self._units(anew=False).get(unit)
+        if found is None and unit.item is None:
+            found = self._units(anew=True).get(unit)
+        return found
 
     def _at(self, prefix: str, name: str) -> Spot:
         return self._catalog.root / prefix / name
@@ -262,7 +311,7 @@ class Committed:
           Missing: there is no such file.
         """
         unit, name = _unit_of(key.split("/")) or (None, "")
-        prefix = None if unit is None else self._units(anew=False).get(unit)
+        prefix = None if unit is None else self._place_of(unit)
         if unit is None or prefix is None or not name:
             raise Missing(f"{self.url}/{key}")
         found = self._unit_digests(unit).get(name)
@@ -271,7 +320,7 @@ class Committed:
         return prefix, name, found
 
     def _unit_digests(self, unit: Unit) -> dict[str, Digest]:
-        prefix = self._units(anew=False).get(unit)
+        prefix = self._place_of(unit)
         if prefix is None:
             raise Missing(f"{self.url}/{unit.name}")
         known = self._digests.get(prefix)

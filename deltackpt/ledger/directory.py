@@ -39,9 +39,9 @@ from deltackpt.errors import (
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger import lease, leftovers
+from deltackpt.ledger import kept, lease, leftovers
+from deltackpt.ledger.held import Held
 from deltackpt.ledger.lease import Lease
-from deltackpt.ledger.steps import Steps
 from deltackpt.reading import foreign, saves
 from deltackpt.storage import files
 from deltackpt.storage.store import FileStore, Spot, Stamp
@@ -52,14 +52,12 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
 _PATTERN = frozenset("*?[")
 
 
-class Root(Steps):
+class Root(Held):
     """One checkpoint directory, open for a trainer or read-only."""
 
     def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
         """Made by ``Root.open``; ``given`` is the path before links in it were followed."""
-        super().__init__(Spot(FileStore(path), ""), item)
-        self.path = path
-        self.given = given or path
+        super().__init__(Spot(FileStore(path), ""), item, path, given or path)
         self._lease = held
         #: Whether the file of the lease says who holds it.
         self._signed = False
@@ -133,10 +131,6 @@ class Root(Steps):
         root._signed = True
         return root
 
-    def step_dir(self, step: int) -> Path:
-        """Where a step stands once it is committed."""
-        return self.path / str(step)
-
     def steps(self) -> list[int]:
         """See ``Steps``.
 
@@ -155,7 +149,7 @@ class Root(Steps):
         newest = max(lease.epochs(self.path), default=None)
         return None if newest is None else lease.read_lease(self.path / names.lease_name(newest))
 
-    def check_lease(self) -> None:
+    def check_lease(self, *, ask: bool = False) -> None:
         """Checks that the directory is still the one that was opened, and its lease still ours.
 
         Called before every commit.
@@ -227,15 +221,24 @@ class Root(Steps):
         for found in later:
             # A trainer that has lost the directory must not move the steps of its successor.
             self.check_lease()
-            files.rename(self.step_dir(found), aside / str(found), fsync=True)
-            with self._lock:
-                self._known.pop(str(found), None)
+            self.set_aside(found, aside / str(found))
         self._move_bases_aside(step, aside)
         events.warn(
             f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
             f"to {names.ROLLED_BACK}/{run}"
         )
         return later
+
+    def set_aside(self, step: int, target: Path) -> None:
+        """Moves a committed step to where no reader looks, durably.
+
+        Raises:
+          StorageError: the store refused.
+        """
+        files.make_folder(target.parent)
+        files.rename(self.step_dir(step), target, fsync=True)
+        with self._lock:
+            self._known.pop(str(step), None)
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Compacted bases of later steps go with these, so that they stay whole."""
@@ -274,6 +277,13 @@ class Root(Steps):
         self.empty_trash()
         for emptied in self.path.glob(f"{names.TRASH}/*"):
             files.remove_tree(emptied)
+
+    def note_kept(self, note: kept.Kept | None) -> None:
+        """See ``Held``."""
+        if note is None:
+            kept.forget(self.path)
+        else:
+            kept.note(self.path, note)
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """Removes committed steps by renaming them, newest first; what is lost to others stays.

@@ -231,8 +231,11 @@ class Journal(JournalView):
                 f"id {parent.save_id}) to stand, found that it was removed; the next save is a base"
             )
 
-    def retire(self, units: Collection[Unit]) -> list[Standing]:
+    def retire(self, units: Collection[Unit] | Mapping[Unit, SaveId]) -> list[Standing]:
         """Makes units invisible, such that none that stays needs them, then deletes their files.
+
+        Args:
+          units: which; with save ids, only where they are these saves.
 
         Returns:
           What was removed.
@@ -243,7 +246,12 @@ class Journal(JournalView):
         removed: dict[Unit, Standing] = {}
 
         def change(state: State) -> Mapping[str, Any] | None:
-            found = {unit: state.standings[unit] for unit in units if unit in state.standings}
+            found = {
+                unit: one
+                for unit in units
+                if (one := state.standings.get(unit)) is not None
+                and (not isinstance(units, Mapping) or units[unit] == one.save_id)
+            }
             removed.update(found)
             if not found:
                 return None
@@ -255,7 +263,9 @@ class Journal(JournalView):
         self.delete(one.prefix for one in removed.values())
         return [*removed.values()]
 
-    def roll_back(self, after: int, run: str) -> list[int]:
+    def roll_back(
+        self, after: int, run: str, *, only: Collection[SaveId] | None = None
+    ) -> list[int]:
         """Takes every step after one, and its base, out of what is committed.
 
         Its files stay, named in the journal, until they are collected or too many others follow.
@@ -263,6 +273,7 @@ class Journal(JournalView):
         Args:
           after: the step that training goes on from.
           run: id of the run that goes on.
+          only: the saves that are meant; every later one by default.
 
         Returns:
           The steps, ascending.
@@ -274,7 +285,11 @@ class Journal(JournalView):
         given_up: list[Standing] = []
 
         def change(state: State) -> Mapping[str, Any] | None:
-            found = [one for one in state.standings.values() if one.step > after]
+            found = [
+                one
+                for one in state.standings.values()
+                if one.step > after and (only is None or one.save_id in only)
+            ]
             if not found:
                 return None
             later[:] = found
@@ -285,7 +300,8 @@ class Journal(JournalView):
             cut = max(0, len(aside) - entries.MOST_ROLLED_BACK)
             given_up[:] = [one.standing for one in aside[:cut]]
             self._outlive(given_up)
-            kept = {unit: one for unit, one in state.standings.items() if one.step <= after}
+            units = {one.unit for one in found}
+            kept = {unit: one for unit, one in state.standings.items() if unit not in units}
             return {**self._with(state, kept), "rolled_back": aside[cut:]}
 
         self._change_own(change)

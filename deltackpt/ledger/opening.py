@@ -22,7 +22,9 @@ class BucketSteps(Steps):
 
     def __init__(self, journal: JournalView, item: str):
         """Reads by a journal; nothing is asked yet."""
-        super().__init__(Spot(Committed(Journaled(journal)), ""), item)
+        super().__init__(
+            Spot(Committed(Journaled(journal)), ""), item, given=journal.root.store.url
+        )
         self.journal = journal
 
     def newest_lease(self) -> Lease | None:

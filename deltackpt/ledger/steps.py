@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
 from deltackpt.storage.digests import check_step_files
-from deltackpt.storage.store import Spot, Stamp
+from deltackpt.storage.store import FileStore, Spot, Stamp
 
 
 class Steps:
@@ -23,17 +27,20 @@ class Steps:
     Attributes:
       spot: the folder that they stand in.
       item: name of our item in them.
+      given: how the user named the root.
     """
 
-    def __init__(self, spot: Spot, item: str):
+    def __init__(self, spot: Spot, item: str, *, given: str | os.PathLike[str] | None = None):
         """Reads a folder of steps; nothing is asked yet.
 
         Args:
           spot: the folder.
           item: name of our item in a step.
+          given: how the user named the root; by where it is, by default.
         """
         self.spot = spot
         self.item = item
+        self.given = os.fspath(given) if given is not None else str(spot)
         self._known: dict[str, SaveInfo] = {}
         self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
         #: The training thread asks about saves, and the collector does.
@@ -103,6 +110,57 @@ class Steps:
             return
         for damage in check_step_files(step_dir, share):
             raise damage
+
+    def metadata(self, step: int) -> bytes:
+        """Orbax's metadata of a step, as it is stored.
+
+        Raises:
+          Damaged: there is none.
+          StorageError: the store refused.
+        """
+        return (self.at(step) / names.STEP_METADATA).read()
+
+    @contextlib.contextmanager
+    def local(self, step: int, name: str) -> Iterator[Path]:
+        """A folder of a step, for what reads nothing but files.
+
+        Those of a bucket are fetched, and checked, for as long as they are needed.
+
+        Args:
+          step: the step.
+          name: of the folder.
+
+        Raises:
+          Damaged: a file is not what was committed.
+          StorageError: the store refused.
+        """
+        at = self._held_at(step) / name
+        if isinstance(at.store, FileStore):
+            yield Path(at)
+            return
+        assert isinstance(at.store, Committed)
+        with tempfile.TemporaryDirectory(prefix="deltackpt-", dir=self._scratch()) as folder:
+            at.store.fetch(at.key, Path(folder))
+            yield Path(folder)
+
+    def _held_at(self, step: int) -> Spot:
+        """Where a step stands, in the one store that holds it."""
+        return self.at(step)
+
+    def _scratch(self) -> Path | None:
+        """Where fetched files go; None: where temporary files go."""
+        return None
+
+    def found_damaged(self, step: int) -> bool:
+        """A step could not be read: sets aside what is damaged where there is another copy of it.
+
+        Returns:
+          Whether to read the step again.
+        """
+        return False
+
+    def check_lease(self, *, ask: bool = False) -> None:
+        """Checks that what is held is not another's; who only reads holds nothing."""
 
     def newest_lease(self) -> Lease | None:
         """Who holds the root; None where nobody ever did, or it is not known.

@@ -26,7 +26,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import bounds, reader, saves
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.saves import StoredSave
@@ -127,7 +127,7 @@ class StepReader:
 
     def __init__(
         self,
-        root: Root,
+        root: Steps,
         item: str,
         choice: Tables,
         *,
@@ -138,7 +138,7 @@ class StepReader:
         """Reads nothing yet.
 
         Args:
-          root: the directory.
+          root: of the steps.
           item: of the tables.
           choice: which leaves of a template are tables.
           others: reads dense leaves and items.
@@ -166,7 +166,7 @@ class StepReader:
         Raises:
           RestoreError: what is wrong with the step, or with what was asked for.
         """
-        step_dir = self._root.step_dir(step)
+        step_dir = self._root.at(step)
         with saves.standing(step_dir):
             source, problem = self._source(service)
             chain = None if source is not None else saves.read_chain(step_dir, self._item)

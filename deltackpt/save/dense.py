@@ -56,6 +56,11 @@ class DenseLeaves:
             raise
         return cls(plan, values, staging, lent)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is to be written."""
+        return sum(getattr(one.data, "nbytes", len(one.data)) for one in self._values)
+
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""
         own = item_dir

@@ -113,6 +113,7 @@ class PendingSave:
         rows: TakenRows,
         *,
         faults: str | None,
+        nbytes: int,
         extract_secs: float,
         processes_secs: float,
         fsync: bool,
@@ -124,6 +125,7 @@ class PendingSave:
           plan: what is written.
           rows: what was taken.
           faults: what the sampled proof found; None where it holds.
+          nbytes: bytes of the rows, before they are encoded.
           extract_secs: what taking it has cost.
           processes_secs: how long the other processes are waited for where others commit.
           fsync: whether the part is forced to disk there.
@@ -134,6 +136,8 @@ class PendingSave:
         self.doubt = faults if plan.intent.kind == "base" else None
         self.report: SaveReport | None = None
         self.rows = rows
+        #: Bytes of the rows, before they are encoded.
+        self.nbytes = nbytes
         self._plan = plan
         self._faults = faults
         self._extract_secs = extract_secs

@@ -31,6 +31,7 @@ from deltackpt.format.manifest import (
     RollingShare,
     SaveId,
 )
+from deltackpt.ledger.held import Held
 from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
 from deltackpt.reading import saves
 from deltackpt.save.branch import Branch, Former, Known, Written, doubt
@@ -85,6 +86,7 @@ class Lineage:
         protected: bool = True,
         run: str | None = None,
         compacted: bool = False,
+        ledger: Held | None = None,
     ):
         """Starts a new run.
 
@@ -95,12 +97,14 @@ class Lineage:
             not, every save is a base, since a stock policy would delete bases under live deltas.
           run: id of the run; several processes must have agreed on it.
           compacted: whether bases are left to compaction.
+          ledger: says of what is not where it was saved whether it is committed all the same.
         """
         self._policy = policy or Consecutive()
         if compacted:
             self._policy = LeftToCompaction(policy=self._policy)
         self._compacted = compacted
         self._item = item
+        self._ledger = ledger
         self._protected = protected
         self._lock = threading.RLock()
         self._branch = Branch(run=run or new_run())
@@ -226,6 +230,12 @@ class Lineage:
         return branch.previous.info.save_id.step
 
     @property
+    def goes_on(self) -> SaveId | None:
+        """The save that the next one may be a delta of; None where there is none yet."""
+        previous = self._branch.previous
+        return None if previous is None else previous.info.save_id
+
+    @property
     def policy(self) -> BaseOrDelta:
         """What decides between base and delta."""
         return self._policy
@@ -349,7 +359,7 @@ class Lineage:
         """
         with self._lock:
             candidates = [] if not self._compacted else self._branch.since[::-1]
-        found = (_compacted(known, self._item) for known in candidates)
+        found = map(self._base_of, candidates)
         return next((base for base in found if base is not None), None)
 
     def protected(self) -> frozenset[SaveId]:
@@ -395,9 +405,25 @@ class Lineage:
         if decision.kind == "base":
             return "base", None, decision.reason
         parent = anchor if decision.parent == "base" else previous
-        if parent is not seen and not _stands(parent, self._item):
+        if parent is not seen and not self._stands(parent):
             return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
         return "delta", parent, decision.reason
+
+    def _stands(self, known: Known) -> bool:
+        """Whether a save, or a compacted base for it, is there to be a parent."""
+        if _standing(known, self._item) is not None:
+            return True
+        if self._ledger is not None and self._ledger.stands(known.info.save_id):
+            return True
+        return self._base_of(known) is not None
+
+    def _base_of(self, known: Known) -> BaseRef | None:
+        """The compacted base that stands for a save; None where there is none that can be read."""
+        with contextlib.suppress(RestoreError, OSError):
+            base = saves.read_compacted(known.path, known.info.save_id, self._item)
+            if base is not None:
+                return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
+        return None if self._ledger is None else self._ledger.base_of(known.info.save_id)
 
 
 def _base(info: SaveInfo, recent: Mapping[str, int], reason: str, restores: int) -> Intent:
@@ -449,22 +475,6 @@ def _standing(known: Known, item: str) -> Written | None:
     except (RestoreError, OSError):
         return None
     return known.written
-
-
-def _stands(known: Known, item: str) -> bool:
-    """Whether a save, or a compacted base for it, is there to be a parent."""
-    if _standing(known, item) is not None:
-        return True
-    return _compacted(known, item) is not None
-
-
-def _compacted(known: Known, item: str) -> BaseRef | None:
-    """The compacted base that stands for a save; None where there is none that can be read."""
-    with contextlib.suppress(RestoreError, OSError):
-        base = saves.read_compacted(known.path, known.info.save_id, item)
-        if base is not None:
-            return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
-    return None
 
 
 def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:

@@ -108,6 +108,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         plan,
         rows,
         faults=faults,
+        nbytes=nbytes,
         extract_secs=time.perf_counter() - started,
         processes_secs=embeddings.options.processes_secs,
         fsync=embeddings.options.fsync,

@@ -298,6 +298,39 @@ def digest_bytes(data: bytes) -> Digest:
     return Digest(len(data), crc32c(body), int.from_bytes(data[-_TAIL_BYTES:], "little"))
 
 
+class Streamed:
+    """The bytes of a file as they come, piece by piece, to be compared with its digest."""
+
+    def __init__(self) -> None:
+        """None came yet."""
+        self._length = 0
+        self._crc = 0
+        self._last = b""
+
+    def add(self, data: bytes | bytearray) -> None:
+        """Takes the next bytes."""
+        self._length += len(data)
+        self._crc = crc32c(np.frombuffer(data, np.uint8), self._crc)
+        self._last = (self._last + bytes(data[-_TAIL_BYTES:]))[-_TAIL_BYTES:]
+
+    def check(self, shown: str, expected: Digest) -> None:
+        """Checks that all of them came.
+
+        Raises:
+          Damaged: they are not those of the digest; the file is called ``shown``.
+        """
+        tail = int.from_bytes(self._last, "little")
+        # The digest is of all bytes but the last four, with which it gives that of all of them.
+        ending = expected.tail.to_bytes(len(self._last), "little")
+        wanted = crc32c(np.frombuffer(ending, np.uint8), expected.crc32c)
+        if (self._length, tail, self._crc) != (expected.length, expected.tail, wanted):
+            raise Damaged(
+                shown,
+                f"{expected.length} bytes, crc32c {wanted:08x}, tail {expected.tail:08x}",
+                f"{self._length} bytes, crc32c {self._crc:08x}, tail {tail:08x}",
+            )
+
+
 def _problem(
     at: Spot, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
 ) -> Damaged | None:

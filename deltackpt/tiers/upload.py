@@ -15,21 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 import google_crc32c
-import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.ledger.committed import COMMIT, SEGMENT_BYTES, segment_name
 from deltackpt.storage import digests
-from deltackpt.storage.crc import crc32c
-from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.digests import Digest, Digests, Streamed
 from deltackpt.storage.store import Spot
 
 #: Objects on their way at a time: enough to hide the latency of a service.
 WORKERS = 8
 #: Most bytes on their way at a time, all objects together.
 IN_FLIGHT_BYTES = 64 << 20
-#: A digest's CRC32C does not cover the last bytes of a file, which it holds as they are.
-_TAIL_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +114,7 @@ def upload(
     def put(name: str) -> int:
         at, expected = source / name, files[name]
         count = max(1, -(-expected.length // SEGMENT_BYTES))
-        crc, last = 0, b""
+        sent = Streamed()
         for number in range(count):
             start = number * SEGMENT_BYTES
             nbytes = min(SEGMENT_BYTES, expected.length - start)
@@ -127,11 +123,10 @@ def upload(
                 if stopped.is_set():
                     return number
                 data = _read(at, start, nbytes, whole=count == 1)
-                last = (last + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
-                crc = crc32c(np.frombuffer(data, np.uint8), crc)
+                sent.add(data)
                 to = target / (name if count == 1 else segment_name(name, number))
                 if number + 1 == count:
-                    _check(at, expected, crc, last)
+                    sent.check(at.shown(), expected)
                 to.store.put(to.key, data)
             on_bytes(nbytes)
         return count
@@ -167,18 +162,3 @@ def _read(at: Spot, start: int, nbytes: int, *, whole: bool) -> bytes:
         piece = bytearray(nbytes)
         at.store.read_into(at.key, start, [memoryview(piece)])
         return bytes(piece)
-
-
-def _check(at: Spot, expected: Digest, crc: int, last: bytes) -> None:
-    """Checks what was read of a file, of whose bytes these are the CRC32C and the last four."""
-    tail = int.from_bytes(last, "little")
-    # The digest is of all bytes but the last four, with which it gives that of all of them.
-    wanted = crc32c(
-        np.frombuffer(expected.tail.to_bytes(len(last), "little"), np.uint8), expected.crc32c
-    )
-    if tail != expected.tail or crc != wanted:
-        raise Damaged(
-            at.shown(),
-            f"crc32c {wanted:08x}, tail {expected.tail:08x}",
-            f"crc32c {crc:08x}, tail {tail:08x}",
-        )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage before its root, as one store laid out like a directory: what is near is read there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from deltackpt.errors import StorageError
+from deltackpt.format import names
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.committed import Committed, Journaled
+from deltackpt.ledger.entries import Unit
+from deltackpt.ledger.view import JournalView
+from deltackpt.storage.store import FileStore, Missing, Spot, Stamp, Store
+
+_T = TypeVar("_T")
+
+
+class Seen(Journaled):
+    """The units that a trainer knows to be at the root: nobody is asked, and some are hidden.
+
+    Nobody but the trainer, its promoter and a compactor changes the root while the trainer holds
+    it, so what it has seen is what there is, but for the newest promotions and bases.
+    """
+
+    def __init__(self, journal: JournalView, hidden: Callable[[], frozenset[SaveId]]):
+        """Reads by a journal.
+
+        Args:
+          journal: of the root.
+          hidden: saves that were rolled back or retired here, and are still at the root.
+        """
+        super().__init__(journal)
+        self._hidden = hidden
+
+    def units(self, *, anew: bool) -> Mapping[Unit, str]:
+        """See ``Catalog``."""
+        hidden = self._hidden()
+        return {
+            unit: one.prefix
+            for unit, one in self.journal.known.standings.items()
+            if one.save_id not in hidden
+        }
+
+
+class Layers:
+    """What is committed in a stage, and at its root; thread-safe."""
+
+    def __init__(self, stage: FileStore, root: Committed, url: str):
+        """Reads from both.
+
+        Args:
+          stage: a checkpoint directory.
+          root: what is committed at the root.
+          url: how errors name it.
+        """
+        self._stage = stage
+        self._root = root
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        """See ``Store``."""
+        return self._url
+
+    def holder(self, key: str) -> Store:
+        """Which of both holds what is under a key, or below a folder: the stage where both do."""
+        step = key.partition("/")[0]
+        if names.step_number(step) is None:
+            return self._root if step == names.COMPACTED else self._stage
+        return self._stage if self._stage.stamp(step) is not None else self._root
+
+    def at(self, key: str) -> Spot:
+        """A place in the one store that holds it."""
+        return Spot(self.holder(key), key)
+
+    def get(self, key: str) -> bytes:
+        """See ``Store``."""
+        return self._ask(key, lambda store: store.get(key))
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> None:
+        """See ``Store``."""
+        self._ask(key, lambda store: store.read_into(key, start, parts, whole=whole))
+
+    def length(self, key: str) -> int:
+        """See ``Store``."""
+        return self._ask(key, lambda store: store.length(key))
+
+    def version(self, key: str) -> Hashable:
+        """See ``Store``."""
+        return self._ask(key, lambda store: store.version(key))
+
+    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
+        """Refused: saves are made in the stage, and promoted."""
+        raise StorageError(f"{self._url}/{key}: expected to be read only, found a write")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Refused: see ``put``."""
+        raise StorageError(f"{self._url}: expected to be read only, found a deletion of {[*keys]}")
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        """See ``Store``; of the whole, those of committed steps and bases."""
+        if folder:
+            return self._ask(folder, lambda store: store.keys(folder, after=after))
+        steps = self.folders("")
+        found = [key for step in steps for key in self.holder(step).keys(step)]
+        return sorted(key for key in found if key > after)
+
+    def folders(self, folder: str) -> list[str]:
+        """See ``Store``."""
+        if folder:
+            return self._ask(folder, lambda store: store.folders(folder))
+        steps = {name for name in self._stage.folders("") if names.step_number(name) is not None}
+        return sorted(steps | {*self._root.folders("")})
+
+    def stamp(self, folder: str) -> Stamp | None:
+        """See ``Store``."""
+        return self._ask(folder, lambda store: store.stamp(folder))
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        """See ``Store``."""
+        return self._ask(folder, lambda store: store.kvstore(folder))
+
+    def _ask(self, key: str, ask: Callable[[Store], _T]) -> _T:
+        holder = self.holder(key)
+        try:
+            return ask(holder)
+        except Missing:
+            if holder is self._stage and self.holder(key) is self._root:
+                return ask(self._root)  # It left the stage meanwhile.
+            raise

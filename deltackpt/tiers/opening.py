@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens a root for a manager: a directory as it is, a bucket with a stage before it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from deltackpt import events
+from deltackpt.errors import (
+    ForeignDirectory,
+    OptionError,
+    UnsupportedRoot,
+)
+from deltackpt.format import names
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import MOST_CLAIMS, State
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.opening import BucketSteps, find_item, open_steps
+from deltackpt.ledger.steps import Steps
+from deltackpt.options import ManagerOptions, Tiers
+from deltackpt.storage import buckets, files
+from deltackpt.storage.store import Spot
+from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
+from deltackpt.tiers.staged import StagedRoot
+
+
+def saves_to(where: str | os.PathLike[str], options: ManagerOptions) -> Path:
+    """The directory that a manager of a root makes its saves in.
+
+    Raises:
+      UnsupportedRoot, OptionError: it cannot be one.
+    """
+    path = buckets.file_path(where)
+    return path if path is not None else _stage_of(where, options.tiers or Tiers()).steps
+
+
+def open_root(
+    where: str | os.PathLike[str],
+    *,
+    item: str,
+    options: ManagerOptions,
+    writing: bool,
+    processes: int = 1,
+) -> Steps:
+    """Opens a root; a trainer takes it, and its stage.
+
+    Args:
+      where: a path, or a URL.
+      item: name of our item in a step.
+      options: of the manager.
+      writing: whether saves will be made; of several processes by the first.
+      processes: how many save together.
+
+    Raises:
+      OptionError: the tiers cannot work.
+      UnsupportedRoot: the scheme is unknown, or the service does not keep what commits rest on.
+      ForeignDirectory: it holds what deltackpt did not write.
+      StorageError: the root does not answer, or the stage cannot be written.
+    """
+    tiers = options.tiers or Tiers()
+    path = buckets.file_path(where)
+    if path is not None:
+        if options.tiers is not None:
+            raise OptionError(
+                f"ManagerOptions.tiers: expected none for the directory {path}, found "
+                f"{options.tiers}; leave it out, or give the URL of a bucket"
+            )
+        return Root.open(path, item=item, read_only=not writing)
+    limit = options.timeouts.store_secs
+    if options.read_only:
+        return open_steps(where, item=item, endpoint=tiers.endpoint, deadline_secs=limit)
+    if processes > 1:
+        raise OptionError(
+            f"{os.fspath(where)}: expected one process to save to a bucket, found "
+            f"{processes}: they have no stage that all of them see; save to a shared "
+            "directory, and bring that to the bucket with 'deltackpt copy'"
+        )
+    place = buckets.place(where, endpoint=tiers.endpoint)
+    root = place.open(deadline_secs=limit)
+    journal = Journal(root)
+    if journal.state().entry.number:
+        find_item(BucketSteps(journal, item), item)
+    else:
+        _refuse_foreign(root)
+    buckets.probe(root)
+    stage = _stage_of(where, tiers)
+    old = check_stage(stage, place.url, tiers.endpoint)
+    local = Root.open(stage.steps, item=item)
+    try:
+        claim = journal.claim()
+        files.remove_tree(stage.fetched)
+        old = _brought_up(stage, local, old, journal.known)
+        orders = Orders(
+            number=1 if old is None else old.number + 1,
+            stage=uuid.uuid4().hex if old is None else old.stage,
+            url=place.url,
+            endpoint=tiers.endpoint,
+            item=item,
+            holder=claim.lease.holder,
+            epoch=claim.lease.epoch,
+            rolled_back=() if old is None else old.rolled_back,
+            retired=() if old is None else old.retired,
+            bytes_per_sec=tiers.bytes_per_sec,
+            store_secs=limit,
+        )
+        stage.order(orders)
+        return StagedRoot(stage, local, journal, orders, tiers)
+    except BaseException:
+        local.close()
+        raise
+
+
+def _stage_of(where: str | os.PathLike[str], tiers: Tiers) -> Stage:
+    if tiers.stage is None:
+        return Stage(
+            default_stage(buckets.place(where, endpoint=tiers.endpoint).url, tiers.endpoint)
+        )
+    path = buckets.file_path(tiers.stage)
+    if path is None:
+        raise OptionError(
+            f"Tiers.stage: expected a directory of this node, found {tiers.stage}; give a path"
+        )
+    return Stage(path.absolute())
+
+
+def _refuse_foreign(root: Spot) -> None:
+    """A bucket without a journal must be empty: nobody knows what would be hidden, or swept."""
+    found = root.names()
+    if names.COPIED in found:
+        raise UnsupportedRoot(
+            f"{root}: expected a journal, or nothing, found copies with markers in "
+            f"{names.COPIED}/, as earlier versions made them; they can be read and copied "
+            "('deltackpt copy') to another place, which can be saved to"
+        )
+    if found:
+        raise ForeignDirectory(
+            f"{root}: expected an empty place, or a root of deltackpt, found {found[:5]}; give "
+            "another path in the bucket"
+        )
+
+
+def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> Orders | None:
+    """Makes a stage fit what has become of the root since; the old orders that still hold."""
+    if old is None:
+        return None
+    went_on = _went_on_elsewhere(old, state)
+    for step, info in local.saves().items():
+        at_root = state.steps.get(step)
+        if info is None:
+            if at_root is not None:
+                local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
+            continue
+        if at_root is not None and at_root.save_id == info.save_id:
+            continue
+        if state.held(info.save_id):
+            local.remove_steps([step])  # It was at the root, and is retired.
+    if not went_on:
+        done = stage.progress(old.holder).orders
+        return Orders(
+            number=old.number,
+            stage=old.stage,
+            url=old.url,
+            endpoint=old.endpoint,
+            item=old.item,
+            rolled_back=tuple(one for one in old.rolled_back if one.number > done),
+            retired=tuple(one for one in old.retired if one.number > done),
+        )
+    stale: list[int] = []
+    aside = stage.aside(f"epoch-{old.epoch}-{uuid.uuid4().hex[:8]}")
+    for step, info in sorted(local.saves().items(), reverse=True):
+        if info is not None and not state.held(info.save_id):
+            local.set_aside(step, aside / str(step))
+            stale.append(step)
+    if stale:
+        events.warn(
+            f"{stage.path}: expected that nobody trained on since this stage was used last, found "
+            f"that another trainer did: steps {sorted(stale)}, which are not at {old.url}, were "
+            f"moved to {aside}"
+        )
+    return Orders(
+        number=old.number, stage=old.stage, url=old.url, endpoint=old.endpoint, item=old.item
+    )
+
+
+def _went_on_elsewhere(old: Orders, state: State) -> bool:
+    """Whether training went on from elsewhere than a stage since its trainer took the root.
+
+    A claim under which nobody began to train orphans nothing. Where so many came since that the
+    root does not remember all of them, one is taken to have begun.
+    """
+    claims = [one for one in state.entry.claims if one.lease.epoch > old.epoch]
+    if any(one.began and old.stage not in one.stages for one in claims):
+        return True
+    forgotten = len(state.entry.claims) == MOST_CLAIMS and len(claims) == MOST_CLAIMS
+    return forgotten

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promoter: brings the saves of a stage to the root, in a process of its own.
+
+It takes neither the interpreter's lock of a trainer nor its place on the cores, and it ends what a
+killed trainer has left: the stage says what that is, and the root's journal what of it is done.
+
+What happens at the root happens here, under the trainer's claim and in one order: that training
+begins, what it goes back behind, then the saves, parents first, and what is retired. A save is
+whole at the root before one entry of the journal makes it visible. Whoever is killed in between
+leaves files that no entry names, which are swept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import random
+import select
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from deltackpt.errors import (
+    BrokenChain,
+    Damaged,
+    DeltackptError,
+    FencedError,
+    InUse,
+    RestoreError,
+    StorageError,
+    TargetDiffers,
+)
+from deltackpt.format import names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.ledger import locks
+from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.journal import Journal
+from deltackpt.reading import inventory, saves
+from deltackpt.storage import buckets, files
+from deltackpt.storage.store import Spot, spot
+from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
+from deltackpt.tiers.upload import Pace, upload
+
+_logger = logging.getLogger(__name__)
+
+#: Between two looks at a stage in which nothing waits.
+_IDLE_SECS = 5.0
+#: Before what failed is tried again, at first and at most; each time some part of it.
+_BACK_OFF_SECS = (0.1, 30.0)
+_LOCK_SECS = 0.2
+_NICE = 10
+_MOST_LOG_BYTES = 1 << 20
+
+
+class _Superseded(DeltackptError):
+    """Another trainer has taken the stage; what is under way is not worth to be finished."""
+
+
+class Trainer(Protocol):
+    """Whoever makes the saves."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there will be no further orders or saves."""
+        ...
+
+    def wait(self, secs: float) -> None:
+        """Waits so long, or until there may be something to do."""
+        ...
+
+
+class PipeTrainer:
+    """A trainer that holds the other end of a pipe, and writes to it where there is work."""
+
+    def __init__(self, descriptor: int):
+        """Reads from a descriptor."""
+        self._descriptor = descriptor
+        self.is_gone = False
+
+    def wait(self, secs: float) -> None:
+        """See ``Trainer``."""
+        if self.is_gone:
+            time.sleep(secs)
+            return
+        readable, _, _ = select.select([self._descriptor], [], [], secs)
+        if readable and not os.read(self._descriptor, 1 << 16):
+            self.is_gone = True
+
+
+class NoTrainer:
+    """None that this promoter belongs to: it works until it is stopped, or nothing is left."""
+
+    def __init__(self, *, until_empty: bool):
+        """One that is gone, or may come at any time."""
+        self.is_gone = until_empty
+
+    def wait(self, secs: float) -> None:
+        """See ``Trainer``."""
+        time.sleep(min(secs, 1.0))
+
+
+class Promoter:
+    """Brings saves from one stage to its root, one at a time."""
+
+    def __init__(self, stage: Stage):
+        """Reads and writes nothing yet."""
+        self._stage = stage
+        self._orders: Orders | None = None
+        self._orders_stamp: object = None
+        self._journal: Journal | None = None
+        self._progress = Progress(holder="")
+        self._pace = Pace()
+        self._infos: dict[tuple[int, object], SaveInfo] = {}
+        #: Whether something at the root may be in nobody's way any more.
+        self._is_littered = True
+
+    @property
+    def progress(self) -> Progress:
+        """As it was told last."""
+        return self._progress
+
+    def run(self, trainer: Trainer, *, adopts: bool = False) -> None:
+        """Works until the trainer is gone and nothing is left; or another one takes the stage.
+
+        Args:
+          trainer: whose saves these are.
+          adopts: whether to go on for another trainer instead.
+        """
+        failures = 0
+        while True:
+            try:
+                has_more = self.step()
+                failures = 0
+                if has_more:
+                    continue
+                self._sweep()
+                trainer.wait(0.0)
+                if trainer.is_gone and self._is_done():
+                    return
+                trainer.wait(_IDLE_SECS)
+            except _Superseded:
+                if not adopts:
+                    return
+            except FencedError as error:
+                self._tell(fenced=str(error), problem=str(error), code=error.code)
+                _logger.error("%s", error)
+                if trainer.is_gone and not adopts:
+                    return
+                while not trainer.is_gone and not self._changed():
+                    trainer.wait(_IDLE_SECS)
+                if trainer.is_gone and not self._changed():
+                    return
+            except (StorageError, RestoreError) as error:
+                failures += 1
+                self._fail(error)
+                if trainer.is_gone and isinstance(error, RestoreError):
+                    raise  # The stage, or the journal, is damaged: time does not mend that.
+                most = min(_BACK_OFF_SECS[0] * 2 ** min(failures, 20), _BACK_OFF_SECS[1])
+                trainer.wait(most * random.uniform(0.5, 1.0))
+
+    # ---- one thing after the other
+
+    def step(self) -> bool:
+        """Carries out what was ordered, and brings one save to the root.
+
+        Returns:
+          Whether there was one.
+
+        Raises:
+          FencedError: another trainer has taken the root.
+          StorageError: the root refused, or did not answer; to be tried again.
+        """
+        # In this order: what is in the stage by now was made after it was ordered what comes first.
+        found = self._saves()
+        orders = self._load()
+        if orders is None or not orders.holder:
+            return False
+        journal = self._resumed(orders)
+        if self._progress.problem is not None:
+            journal.check()  # Commits whose answers were lost may be done.
+        self._carry_out(orders, journal)
+        self._tell_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
+        for step, info in found:
+            save_id = info.save_id
+            if not journal.known.held(save_id) and key_of(save_id) not in self._progress.damaged:
+                self._promote(step, info, orders, journal)
+                return True
+        return False
+
+    def _is_done(self) -> bool:
+        """Whether nothing is left to do, and nothing was ordered since that was looked at."""
+        if self._orders is None:
+            return self._stage.orders() is None
+        return not self._changed() and not self.waiting()
+
+    def waiting(self) -> int:
+        """How many saves of the stage may come to the root and have not."""
+        return sum(
+            not self._progress.is_at_root(info.save_id)
+            and key_of(info.save_id) not in self._progress.damaged
+            for _, info in self._saves()
+        )
+
+    def _saves(self) -> list[tuple[int, SaveInfo]]:
+        """The saves in the stage, by their steps."""
+        item = self._orders.item if self._orders is not None else names.EMBEDDINGS_ITEM
+        at, found = spot(self._stage.steps), {}
+        for name in at.folders():
+            step = names.step_number(name)
+            stamp = None if step is None else (at / name).stamp()
+            if step is None or stamp is None:
+                continue
+            known = self._infos.get((step, stamp.identity))
+            # Removed while it is read; or damaged, which is told where it is promoted.
+            with contextlib.suppress(RestoreError):
+                known = known or saves.read_info(at / name, item)
+                found[step, stamp.identity] = known
+        self._infos = found
+        return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
+
+    def _load(self) -> Orders | None:
+        if self._changed():
+            stamp = self._stage.orders_stamp()
+            self._orders, self._orders_stamp = self._stage.orders(), stamp
+        return self._orders
+
+    def _changed(self) -> bool:
+        return self._orders is None or self._stage.orders_stamp() != self._orders_stamp
+
+    def _resumed(self, orders: Orders) -> Journal:
+        if self._journal is not None and self._progress.holder == orders.holder:
+            return self._journal
+        taken_over = self._journal is not None
+        if taken_over:
+            self._journal = None
+            raise _Superseded(f"{self._stage.path}: another trainer has come")
+        place = buckets.place(orders.url, endpoint=orders.endpoint)
+        journal = Journal(place.open(deadline_secs=orders.store_secs))
+        self._progress = self._stage.progress(orders.holder)
+        journal.resume(orders.holder)
+        self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
+        self._is_littered = True
+        return journal
+
+    def _carry_out(self, orders: Orders, journal: Journal) -> None:
+        """What was ordered since; to do it again changes nothing."""
+        done = self._progress.orders
+        if orders.number == done:
+            return
+        if orders.began and not journal.claimed.began:
+            journal.begin(orders.goes_on, [orders.stage])
+        for one in orders.rolled_back:
+            if one.number > done:
+                steps = journal.roll_back(one.after, one.run, only=frozenset(one.saves))
+                if steps:
+                    _logger.info("going on from step %d, steps %s rolled back", one.after, steps)
+        if units := {one.unit: one.save_id for one in orders.retired if one.number > done}:
+            journal.retire(units)
+        self._tell_state(journal, orders=orders.number)
+
+    def _promote(self, step: int, info: SaveInfo, orders: Orders, journal: Journal) -> None:
+        source = spot(self._stage.steps) / str(step)
+        made_secs = os.stat(source).st_mtime if source.is_dir() else time.time()
+        started = time.perf_counter()
+        prefix = None
+        try:
+            self._require_parent(info, journal)
+            digests = inventory.every_digest(source, orders.item)
+            prefix = journal.prefix(Unit(step))
+            put = upload(
+                source,
+                digests,
+                journal.root / prefix,
+                pace=self._pace,
+                on_bytes=lambda count: self._check_orders(orders),
+            )
+            standing = Standing.of(
+                info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
+            )
+            journal.commit(standing)
+        except BaseException as error:
+            if prefix is not None:
+                journal.give_up(prefix)
+                self._is_littered = True
+            if not isinstance(error, (RestoreError, TargetDiffers)):
+                raise
+            if not self._stands(source, info, orders.item):
+                return  # Training went on without it.
+            _logger.error("step %d cannot come to the root: %s", step, error)
+            self._tell(damaged={**self._progress.damaged, key_of(info.save_id): str(error)})
+            return
+        now, seconds = time.time(), time.perf_counter() - started
+        number = self._progress.recent[-1].number + 1 if self._progress.recent else 1
+        promoted = Promoted(
+            number=number,
+            save_id=info.save_id,
+            nbytes=put.nbytes,
+            objects=put.objects + 1,
+            seconds=seconds,
+            lag_secs=max(0.0, now - made_secs),
+            committed_unix_secs=now,
+        )
+        recent = (*self._progress.recent, promoted)[-MOST_RECENT:]
+        self._tell_state(journal, recent=recent)
+        _logger.info("step %d is at the root: %d bytes in %.2f s", step, put.nbytes, seconds)
+
+    def _require_parent(self, info: SaveInfo, journal: Journal) -> None:
+        parent = info.parent
+        if parent is not None and not journal.known.stands(parent.save_id):
+            if not journal.state().stands(parent.save_id):
+                raise BrokenChain(
+                    f"step {info.step_dir}: expected its parent {parent.step_dir} (save id "
+                    f"{parent.save_id}) at the root, found that it is not; the next base is"
+                )
+
+    def _stands(self, source: Spot, info: SaveInfo, item: str) -> bool:
+        """Whether a save is still in the stage."""
+        try:
+            return saves.read_info(source, item).save_id == info.save_id
+        except Damaged:
+            return source.is_dir()
+
+    def _check_orders(self, orders: Orders) -> None:
+        """Called while a save is sent, by several threads."""
+        if self._stage.orders_stamp() == self._orders_stamp:
+            return
+        with contextlib.suppress(RestoreError):
+            newest = self._stage.orders()
+            if newest is not None and newest.holder != orders.holder:
+                raise _Superseded(f"{self._stage.path}: another trainer has come")
+
+    def _sweep(self) -> None:
+        """Deletes at the root what cut uploads left, once for each time that there may be such."""
+        if self._is_littered and self._journal is not None:
+            count = self._journal.sweep()
+            self._is_littered = False
+            if count:
+                _logger.info("%d objects that no entry names were deleted", count)
+
+    # ---- what is told
+
+    def _tell_state(self, journal: Journal, **changes: Any) -> None:
+        runs = {info.save_id.run for info in self._infos.values()}
+        promoted = journal.known.entry.promoted
+        held = {run: attempt for run, attempt in promoted.items() if run in runs}
+        holder, entry = journal.claimed.lease.holder, journal.known.entry.number
+        self._tell(entry=entry, held=held, holder=holder, **changes)
+
+    def _tell(self, **changes: Any) -> None:
+        progress = dataclasses.replace(self._progress, **changes)
+        if progress != self._progress:
+            self._progress = progress
+            self._stage.report(progress)
+
+    def _fail(self, error: DeltackptError) -> None:
+        """Tells what stands in the way; the first of the same kind says since when."""
+        if self._progress.problem is None:
+            _logger.warning("%s", error)
+        since = self._progress.problem_unix_secs or time.time()
+        self._tell(problem=str(error), code=error.code, problem_unix_secs=since)
+
+
+@contextlib.contextmanager
+def only_one(stage: Stage, trainer: Trainer, waiting: bool = True) -> Iterator[bool]:
+    """Waits until no other promoter works at a stage.
+
+    Yields:
+      Whether this is the one; not where the trainer went meanwhile and left nothing to do.
+    """
+    refusal = InUse(f"{stage.path}: expected no other promoter, found one at work; it goes on")
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locks.held(stage.lock, refusal))
+            except InUse:
+                trainer.wait(_LOCK_SECS)
+                if trainer.is_gone and not is_behind(stage):
+                    yield False
+                    return
+                if trainer.is_gone:
+                    time.sleep(_LOCK_SECS)
+                continue
+            yield True
+            return
+
+
+def is_behind(stage: Stage) -> bool:
+    """Whether a save of a stage may come to the root and has not, as far as was told."""
+    orders = stage.orders()
+    if orders is None:
+        return False
+    promoter = Promoter(stage)
+    promoter._orders = orders
+    promoter._progress = stage.progress(orders.holder)
+    return promoter.waiting() > 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program that a manager starts; its standard input is the trainer's pipe."""
+    parser = argparse.ArgumentParser(prog="deltackpt.tiers.promoter", description=__doc__)
+    parser.add_argument("stage", type=Path)
+    stage = Stage(parser.parse_args(arguments).stage)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    trainer = PipeTrainer(sys.stdin.fileno())
+    with only_one(stage, trainer) as is_one:
+        if is_one:
+            _shorten(stage.log)
+            Promoter(stage).run(trainer)
+    return 0
+
+
+def _shorten(log: Path) -> None:
+    """Begins a log anew that has become long."""
+    with contextlib.suppress(OSError, StorageError):
+        if files.length(log, log.name) > _MOST_LOG_BYTES:
+            os.truncate(log, 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A promoter as the process of a trainer: started, woken, and left to end what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+
+from deltackpt.errors import StorageError
+from deltackpt.storage import files
+from deltackpt.tiers.stage import Stage
+
+#: Between two starts of a promoter that ends by itself.
+_START_SECS = 10.0
+_LOG_BYTES = 2000
+#: Those that end what is left, of managers that were closed: nobody waits for them.
+_left: list[subprocess.Popen[bytes]] = []
+
+
+class Running:
+    """The promoter of a stage; used by one thread at a time."""
+
+    def __init__(self, stage: Stage):
+        """None runs yet."""
+        self._stage = stage
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+
+    def start(self) -> str | None:
+        """Starts one unless it runs.
+
+        Returns:
+          A warning, where the one before ended by itself.
+
+        Raises:
+          StorageError: it cannot be started.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return None
+        warning = None
+        if self._process is not None:
+            if time.monotonic() - self._started_at < _START_SECS:
+                return None
+            warning = (
+                f"the promoter of {self._stage.path} ended with {self._process.returncode}, and is "
+                f"started again; it said: {self._said()}"
+            )
+        self.close()
+        with files.typed_errors(self._stage.log, "start a promoter that writes"):
+            with open(self._stage.log, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "deltackpt.tiers.promoter", str(self._stage.path)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    # It ends what an interrupted trainer leaves.
+                    start_new_session=True,
+                )
+        self._started_at = time.monotonic()
+        return warning
+
+    def wake(self) -> None:
+        """There is something to do."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # It has ended; ``start`` says so.
+                self._process.stdin.write(b".")
+                self._process.stdin.flush()
+
+    def close(self) -> None:
+        """No further saves will come: it ends once nothing is left."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        _left[:] = [one for one in (*_left, process) if one.poll() is None]
+
+    def _said(self) -> str:
+        with contextlib.suppress(StorageError):
+            text = self._stage.log.read_bytes()[-_LOG_BYTES:].decode(errors="replace")
+            return text.strip().rpartition("\n")[2]
+        return "nothing"

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage of a root: where saves are made, and what trainer and promoter tell each other there.
+
+A stage is a directory of a node::
+
+    stage.lock          held by the promoter, of which there is one
+    orders.msgpack      written by the trainer: under which claim, and what to do at the root
+    progress.msgpack    written by the promoter: what is done, and what stands in the way
+    promoter.log        what the promoter says
+    steps/              the saves: a checkpoint directory like any other
+    aside/              saves that training went on without, and damaged ones
+
+Both records are replaced whole. The orders are forced to disk before what they make possible; the
+progress is not, since the root itself tells it. So whoever is killed at whatever moment is followed
+by one who knows what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+
+from deltackpt.errors import Damaged, OptionError, RestoreError
+from deltackpt.format import manifest
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.entries import Unit
+from deltackpt.storage import files
+
+_ORDERS = "deltackpt.stage.orders"
+_PROGRESS = "deltackpt.stage.progress"
+#: Promotions that the progress tells of.
+MOST_RECENT = 256
+_NAMES = {"steps", "stage.lock", "promoter.log", "aside", "fetched", "progress.msgpack"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RollBack:
+    """Saves that training went back behind.
+
+    Attributes:
+      number: of the orders that gave it first.
+      after: the step that training went on from.
+      run: the run that went on.
+      saves: every save of a later step that was, or might have been, at the root.
+    """
+
+    number: int
+    after: int
+    run: str
+    saves: tuple[SaveId, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retired:
+    """A save, or a compacted base, that nothing needs any more.
+
+    Attributes:
+      number: of the orders that gave it first.
+      step: its number.
+      item: of a base the item for which it stands.
+      save_id: which it is.
+    """
+
+    number: int
+    step: int
+    item: str | None
+    save_id: SaveId
+
+    @property
+    def unit(self) -> Unit:
+        """What it is at the root."""
+        return Unit(self.step, self.item)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a trainer has to be done at the root.
+
+    Attributes:
+      number: greater in each that is written.
+      stage: id of the stage.
+      url: of the root.
+      endpoint: address of its server; the provider's own where there is none.
+      item: name of our item in a step.
+      holder: of the claim under which all of it is done; none before there is one.
+      epoch: of that claim.
+      began: whether training has begun under it.
+      goes_on: what it went on from.
+      rolled_back: in this order, before any save that is in the stage is brought to the root.
+      retired: afterwards.
+      bytes_per_sec: the most that is sent.
+      store_secs: the longest wait for an answer.
+    """
+
+    number: int
+    stage: str
+    url: str
+    endpoint: str | None
+    item: str
+    holder: str = ""
+    epoch: int = 0
+    began: bool = False
+    goes_on: SaveId | None = None
+    rolled_back: tuple[RollBack, ...] = ()
+    retired: tuple[Retired, ...] = ()
+    bytes_per_sec: float | None = None
+    store_secs: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Promoted:
+    """A save that was brought to the root; moments are in seconds since 1970."""
+
+    number: int
+    save_id: SaveId
+    nbytes: int
+    objects: int
+    seconds: float
+    lag_secs: float
+    committed_unix_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a promoter has come.
+
+    Attributes:
+      holder: of the claim that it works under.
+      pid: its process.
+      orders: number of the newest orders that are carried out: what they roll back and retire.
+      entry: number of the newest entry of the root's journal that it has seen.
+      held: the greatest attempt that was ever committed at the root, of each run in the stage.
+      damaged: saves that cannot come to the root, by ``key_of``, and why.
+      recent: the newest promotions; their numbers count all of this holder.
+      problem: why nothing goes on; None where it does.
+      code: of the error that this is.
+      problem_unix_secs: since when.
+      fenced: what is said of whoever has taken the root meanwhile.
+    """
+
+    holder: str
+    pid: int = 0
+    orders: int = 0
+    entry: int = 0
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
+    recent: tuple[Promoted, ...] = ()
+    problem: str | None = None
+    code: str = ""
+    problem_unix_secs: float = 0.0
+    fenced: str | None = None
+
+    def is_at_root(self, save_id: SaveId) -> bool:
+        """Whether a save was committed there, though it may have gone since."""
+        return self.held.get(save_id.run, -1) >= save_id.attempt
+
+
+def key_of(save_id: SaveId) -> str:
+    """A save id as the key of a map."""
+    return f"{save_id.run}.{save_id.attempt}"
+
+
+class Stage:
+    """The directory."""
+
+    def __init__(self, path: Path):
+        """Nothing is made or read."""
+        self.path = path
+
+    @property
+    def steps(self) -> Path:
+        """The checkpoint directory."""
+        return self.path / "steps"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the promoter."""
+        return self.path / "stage.lock"
+
+    @property
+    def log(self) -> Path:
+        """Where the promoter writes."""
+        return self.path / "promoter.log"
+
+    def aside(self, why: str) -> Path:
+        """A folder for saves that are not to be found any more."""
+        return self.path / "aside" / why
+
+    @property
+    def fetched(self) -> Path:
+        """Where files of the root go that are needed for a moment."""
+        return self.path / "fetched"
+
+    @property
+    def _orders(self) -> Path:
+        return self.path / "orders.msgpack"
+
+    @property
+    def _progress(self) -> Path:
+        return self.path / "progress.msgpack"
+
+    def orders(self) -> Orders | None:
+        """What the newest trainer has ordered; None where there never was one.
+
+        Raises:
+          Damaged, FormatTooNew: it cannot be understood.
+          StorageError: it cannot be read.
+        """
+        if not self._orders.exists():
+            return None
+        data = files.read_bytes(self._orders)
+        return manifest.from_bytes(data, Orders, name=str(self._orders), magic=_ORDERS)
+
+    def order(self, orders: Orders) -> None:
+        """Orders; on disk when it returns.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
+        files.write_atomic(self._orders, manifest.to_bytes(orders, _ORDERS), fsync=True)
+
+    def orders_stamp(self) -> object:
+        """What changes with the orders; cheap."""
+        try:
+            found = os.stat(self._orders)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def progress(self, holder: str) -> Progress:
+        """How far the promoter of a claim has come; where nobody can tell, nowhere."""
+        try:
+            data = files.read_bytes(self._progress)
+            found = manifest.from_bytes(data, Progress, name=self._progress.name, magic=_PROGRESS)
+        except RestoreError:  # None yet, or of a power cut: the promoter finds it out anew.
+            return Progress(holder=holder)
+        return found if found.holder == holder else Progress(holder=holder)
+
+    def report(self, progress: Progress) -> None:
+        """Tells the trainer.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
+        files.write_atomic(self._progress, manifest.to_bytes(progress, _PROGRESS), fsync=False)
+
+
+def default_stage(url: str, endpoint: str | None) -> Path:
+    """The stage of a root where none is named: the same one in each process of a user."""
+    named = os.path.expandvars("$XDG_CACHE_HOME")
+    cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    known = hashlib.sha256(f"{url}\n{endpoint or ''}".encode()).hexdigest()[:16]
+    return cache / "deltackpt" / "stages" / known
+
+
+def check_stage(stage: Stage, url: str, endpoint: str | None) -> Orders | None:
+    """The orders in a stage, which must be of a root.
+
+    Raises:
+      OptionError: it is the stage of another root.
+      Damaged: its orders are altered.
+    """
+    try:
+        found = stage.orders()
+    except Damaged as error:
+        error.action = (
+            f"if no save in {stage.steps} is missing at the root, remove {stage.path}; else copy "
+            "it to a directory first"
+        )
+        raise
+    if found is not None and (found.url, found.endpoint) != (url, endpoint):
+        at = f" at {found.endpoint}" if found.endpoint else ""
+        raise OptionError(
+            f"Tiers.stage={str(stage.path)!r}: expected a stage of {url}, found that of "
+            f"{found.url}{at}; give each root a stage of its own"
+        )
+    if found is None and stage.path.is_dir():
+        foreign = {*files.listing(stage.path)} - _NAMES
+        if any(not name.startswith(".") for name in foreign):
+            raise OptionError(
+                f"Tiers.stage={str(stage.path)!r}: expected an empty directory, or a stage, found "
+                f"{sorted(foreign)[:5]}; give another directory"
+            )
+    return found

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A root that is a bucket, as a trainer holds it: its saves are made in a stage, and promoted.
+
+Nothing here waits for the bucket but opening, a restore of what has left the stage, and ``settle``:
+the trainer writes orders into the stage, and learns from the promoter's progress what is done.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deltackpt import events
+from deltackpt.errors import (
+    Damaged,
+    DeltackptError,
+    FencedError,
+    SaveFailed,
+    StorageError,
+    WaitTimeout,
+)
+from deltackpt.events import Event, FailureEvent, PromotionEvent
+from deltackpt.format import chain
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import BaseRef, ParentRef, SaveId
+from deltackpt.ledger.committed import Committed
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import Standing
+from deltackpt.ledger.held import Held
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.kept import Kept
+from deltackpt.ledger.lease import Lease
+from deltackpt.options import Tiers
+from deltackpt.reading import inventory
+from deltackpt.storage import files
+from deltackpt.storage.store import FileStore, Spot
+from deltackpt.tiers.layers import Layers, Seen
+from deltackpt.tiers.running import Running
+from deltackpt.tiers.stage import Orders, Progress, Retired, RollBack, Stage, key_of
+
+#: Between two looks at the progress of a promoter.
+_POLL_SECS = 0.02
+
+
+class StagedRoot(Held):
+    """The stage of a trainer, and the root behind it."""
+
+    def __init__(self, stage: Stage, local: Root, journal: Journal, orders: Orders, tiers: Tiers):
+        """Made by ``opening.open_root``.
+
+        Args:
+          stage: where saves are made.
+          local: its checkpoint directory, whose lease is held.
+          journal: of the root, which is claimed.
+          orders: those that stand in the stage, under that claim.
+          tiers: as the user wants them.
+        """
+        self._stage = stage
+        self._local = local
+        self._journal = journal
+        self._orders = orders
+        self._tiers = tiers
+        self._hidden = _gone(orders)
+        root = Committed(Seen(journal, lambda: self._hidden))
+        self._layers = Layers(FileStore(local.path), root, orders.url)
+        super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
+        self._running = Running(stage)
+        #: Orders are written, and the promoter started, by one thread at a time.
+        self._ordering = threading.RLock()
+        self._sizes: dict[SaveId, int] = {}
+        self._metadata: dict[SaveId, bytes] = {}
+        self._warnings: list[str] = []
+        self._told_promotions = 0
+        self._told_damaged: set[str] = set()
+        self._told_problem = False
+        self._failed: set[str] = set()
+        self._given_up = threading.Event()
+        self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._tended.set_result(None)
+        self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
+        if self._behind():
+            self._start()
+
+    # ---- what is committed
+
+    def saves(self) -> dict[int, SaveInfo | None]:
+        """See ``Steps``; what is at the root is known from its journal."""
+        found: dict[int, SaveInfo | None] = {
+            step: one.info for step, one in self._at_root().items()
+        }
+        return found | self._local.saves()
+
+    def compacted(self) -> frozenset[SaveId]:
+        """See ``Steps``."""
+        return frozenset(one.save_id for one in self._bases_at_root())
+
+    def stands(self, save_id: SaveId) -> bool:
+        """See ``Held``."""
+        return save_id not in self._hidden and self._journal.known.stands(save_id)
+
+    def base_of(self, save_id: SaveId) -> BaseRef | None:
+        """See ``Held``."""
+        for one in self._bases_at_root():
+            if one.save_id == save_id:
+                return BaseRef(save_id=save_id, nbytes=one.nbytes)
+        return None
+
+    def metadata(self, step: int) -> bytes:
+        """See ``Steps``; read once."""
+        info = self.saves().get(step)
+        if info is None:
+            return super().metadata(step)
+        if info.save_id not in self._metadata:
+            self._metadata[info.save_id] = super().metadata(step)
+        return self._metadata[info.save_id]
+
+    def newest_lease(self) -> Lease | None:
+        """See ``Steps``."""
+        claim = self._journal.known.claim
+        return None if claim is None else claim.lease
+
+    def found_damaged(self, step: int) -> bool:
+        """See ``Steps``: copies in the stage of what is at the root are read again."""
+        at_root, local = self._at_root(), self._local.saves()
+        infos = {number: one.info for number, one in at_root.items()}
+        infos |= {number: info for number, info in local.items() if info is not None}
+        found = False
+        for number in _chain_steps(step, infos) & local.keys() & at_root.keys():
+            if inventory.verify_step(self._local.at(number), self.item):
+                self._local.set_aside(number, self._stage.aside("damaged") / uuid.uuid4().hex)
+                events.warn(
+                    f"{self._stage.path}: step {number} is damaged in the stage, was moved to "
+                    "aside/damaged, and is read from the root"
+                )
+                found = True
+        return found
+
+    def _held_at(self, step: int) -> Spot:
+        return self._layers.at(str(step))
+
+    def _scratch(self) -> Path:
+        folder = self._stage.fetched
+        files.make_folder(folder)
+        return folder
+
+    def _at_root(self) -> dict[int, Standing]:
+        """Steps at the root, as far as is known."""
+        steps = self._journal.known.steps
+        return {step: one for step, one in steps.items() if one.save_id not in self._hidden}
+
+    def _bases_at_root(self) -> list[Standing]:
+        """Compacted bases at the root, as far as is known."""
+        return [
+            one
+            for one in self._journal.known.bases.values()
+            if one.item == self.item and one.save_id not in self._hidden
+        ]
+
+    # ---- who may write
+
+    def check_lease(self, *, ask: bool = False) -> None:
+        """See ``Held``."""
+        self._local.check_lease()
+        fenced = self._progress().fenced
+        if fenced is not None:
+            raise FencedError(fenced)
+        if ask:
+            self._journal.check()
+
+    def begin(self, goes_on: SaveId | None) -> None:
+        """See ``Held``."""
+        with self._ordering:
+            if not self._orders.began:
+                self._order(began=True, goes_on=goes_on)
+
+    # ---- what becomes of what is committed
+
+    def roll_back(self, step: int, run: str) -> list[int]:
+        """See ``Held``."""
+        with self._ordering:
+            later = {
+                number: info.save_id
+                for number, info in self.saves().items()
+                if number > step and info is not None
+            }
+            ids = {*later.values(), *(one.save_id for one in self._bases_at_root() if one.step > step)}
+            # Those in the stage first: what stands there is promoted, whatever was ordered before.
+            moved = self._local.roll_back(step, run)
+            if not later:
+                return moved
+            one = RollBack(number=0, after=step, run=run, saves=tuple(sorted(ids)))
+            self._order(rolled_back=[one])
+            self._hide(ids)
+        if at_root := sorted(later.keys() - {*moved}):
+            events.warn(
+                f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
+            )
+        return sorted({*later, *moved})
+
+    def remove_steps(self, steps: Collection[int]) -> None:
+        """See ``Held``."""
+        with self._ordering:
+            infos = self.saves()
+            found = {step: info for step in steps if (info := infos.get(step)) is not None}
+            self._local.remove_steps(steps)
+            self._retire(
+                Retired(number=0, step=step, item=None, save_id=info.save_id)
+                for step, info in found.items()
+            )
+
+    def _retire(self, retired: Iterable[Retired]) -> None:
+        with self._ordering:
+            every = [*retired]
+            if every:
+                self._order(retired=every)
+                self._hide({one.save_id for one in every if one.item is None})
+
+    def _hide(self, ids: Collection[SaveId]) -> None:
+        """Shows saves no more, which are at the root until the orders are carried out."""
+        standing = {one.save_id for one in self._journal.known.standings.values()}
+        self._hidden = (self._hidden & (standing | _gone(self._orders))) | frozenset(ids)
+
+    def note_kept(self, kept: Kept | None) -> None:
+        """See ``Held``."""
+        self._local.note_kept(kept)
+
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """See ``Held``: what need not be in the stage leaves it, too."""
+        self._local.collect(protected)
+        if self._tended.done():
+            self._tended.result()
+            self._tended = self._tender.submit(self._tend, protected)
+
+    def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        with contextlib.suppress(StorageError):  # The promoter tells what is wrong with the root.
+            if self._progress().entry > self._journal.known.entry.number:
+                self._journal.state()
+        self._evict()
+        self._drop_bases(protected)
+
+    def _evict(self) -> None:
+        """Removes from the stage what is at the root and in none of the newest chains."""
+        local, at_root = self._local.saves(), self._at_root()
+        infos = {step: info for step, info in local.items() if info is not None}
+        kept: set[int] = set()
+        anchors: set[int] = set()
+        for step in sorted(infos, reverse=True):
+            steps = _chain_steps(step, infos)
+            if min(steps) not in anchors:
+                if len(anchors) == self._tiers.keep_local:
+                    break
+                anchors.add(min(steps))
+            kept |= steps
+        surplus = [
+            step
+            for step, info in infos.items()
+            if step not in kept and step in at_root and at_root[step].save_id == info.save_id
+        ]
+        for step in surplus:
+            with contextlib.suppress(DeltackptError):
+                self.metadata(step)
+        self._local.remove_steps(surplus)
+
+    def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        """Retires compacted bases in which no chain ends."""
+        bases = self._bases_at_root()
+        if not bases:
+            return
+        # As for a directory: asked for after the bases were listed.
+        in_flight, infos = protected(), self.saves().values()
+        known = [info for info in infos if info is not None]
+        if len(known) < len(infos):
+            return
+        needed = chain.needed_bases(known, in_flight, {one.save_id for one in bases})
+        self._retire(
+            Retired(number=0, step=one.step, item=one.item, save_id=one.save_id)
+            for one in bases
+            if one.save_id not in needed
+        )
+
+    # ---- between stage and root
+
+    def make_room(self, nbytes: int) -> str | None:
+        """See ``Held``."""
+        most = self._tiers.stage_bytes
+        while (behind := sum(self._behind().values())) and behind + nbytes > most:
+            self._require_claim()
+            self._start()
+            if self._given_up.wait(_POLL_SECS):
+                raise StorageError(
+                    f"{self._stage.path}: expected room for a save of {nbytes:,} bytes beside "
+                    f"{behind:,} that are not at {self} yet (Tiers.stage_bytes {most:,}), found "
+                    "none when the manager was closed; the promoter goes on, save again then"
+                )
+        if nbytes <= most:
+            return None
+        return (
+            f"a save of {nbytes:,} bytes is larger than Tiers.stage_bytes, {most:,}, and went alone"
+        )
+
+    def give_up(self) -> None:
+        """See ``Held``."""
+        self._given_up.set()
+
+    def committed(self) -> None:
+        """See ``Held``."""
+        self._start()
+        self._running.wake()
+
+    def settle(self, timeout_secs: float) -> None:
+        """See ``Held``."""
+        if self._tiers.wait_for == "stage":
+            return
+        deadline = time.monotonic() + timeout_secs
+        while behind := self._behind():
+            self._require_claim()
+            self._start()
+            if time.monotonic() >= deadline:
+                problem = self._progress().problem
+                raise WaitTimeout(
+                    f"{self}: expected every save at the root within {timeout_secs} s "
+                    f"(ManagerOptions.timeouts), found {len(behind)} saves of "
+                    f"{sum(behind.values()):,} bytes still in the stage {self._stage.path}"
+                    f"{f', because {problem}' if problem else ''}; the promoter goes on by itself: "
+                    "wait() again, or look at the network"
+                )
+            time.sleep(_POLL_SECS)
+        damaged = self._progress().damaged
+        for key in damaged.keys() - self._failed:
+            self._failed.add(key)
+            raise SaveFailed(
+                f"a save that was made in the stage cannot come to {self}: {damaged[key]}; the "
+                "next save is a base"
+            )
+        with contextlib.suppress(StorageError):
+            self._journal.state()
+
+    def news(self) -> list[Event]:
+        """See ``Held``."""
+        for text in self._drain():
+            events.warn(text)
+        progress, found = self._progress(), list[Event]()
+        new = [one for one in progress.recent if one.number > self._told_promotions]
+        behind = self._behind(progress) if new else {}
+        for one in new:
+            self._told_promotions = one.number
+            found.append(
+                PromotionEvent(
+                    step=one.save_id.step,
+                    process=0,
+                    bytes_sent=one.nbytes,
+                    objects=one.objects,
+                    seconds=one.seconds,
+                    lag_secs=one.lag_secs,
+                    committed_unix_secs=one.committed_unix_secs,
+                    waiting=len(behind),
+                    waiting_bytes=sum(behind.values()),
+                )
+            )
+        for key in progress.damaged.keys() - self._told_damaged:
+            self._told_damaged.add(key)
+            step = next((one.step for one in self._local_ids() if key_of(one) == key), None)
+            text = progress.damaged[key]
+            found.append(_failure(Damaged.code, text, step, 0.0))
+        if progress.problem is not None and not self._told_problem:
+            secs = max(0.0, time.time() - progress.problem_unix_secs)
+            found.append(_failure(progress.code, progress.problem, None, secs))
+        self._told_problem = progress.problem is not None
+        return found
+
+    def close(self) -> None:
+        """Ends what is open; the promoter goes on until nothing is left."""
+        self.give_up()
+        self._tender.shutdown()
+        try:
+            self._tended.result()
+            self._local.close()
+        finally:
+            self._running.close()
+
+    def _behind(self, progress: Progress | None = None) -> dict[int, int]:
+        """Steps of the stage that may come to the root and have not, with the bytes of each."""
+        progress = progress or self._progress()
+        found = {}
+        for step, info in self._local.saves().items():
+            if info is None or progress.is_at_root(info.save_id):
+                continue
+            if key_of(info.save_id) in progress.damaged or self._journal.known.held(info.save_id):
+                continue
+            if info.save_id not in self._sizes:
+                self._sizes[info.save_id] = files.tree_bytes(self._local.path / str(step))
+            found[step] = self._sizes[info.save_id]
+        return found
+
+    def _local_ids(self) -> list[SaveId]:
+        return [info.save_id for info in self._local.saves().values() if info is not None]
+
+    def _progress(self) -> Progress:
+        return self._stage.progress(self._orders.holder)
+
+    def _require_claim(self) -> None:
+        if (fenced := self._progress().fenced) is not None:
+            raise FencedError(fenced)
+
+    def _start(self) -> None:
+        with self._ordering:
+            warning = self._running.start()
+            if warning is not None:
+                self._warnings.append(warning)
+
+    def _drain(self) -> list[str]:
+        with self._ordering:
+            found, self._warnings = self._warnings, []
+        return found
+
+    def _order(
+        self,
+        *,
+        rolled_back: Iterable[RollBack] = (),
+        retired: Iterable[Retired] = (),
+        **changes: Any,
+    ) -> None:
+        """Writes new orders; what is done of the old ones is left out."""
+        old, done = self._orders, self._progress().orders
+        number = old.number + 1
+        self._orders = dataclasses.replace(
+            old,
+            number=number,
+            rolled_back=(
+                *(one for one in old.rolled_back if one.number > done),
+                *(dataclasses.replace(one, number=number) for one in rolled_back),
+            ),
+            retired=(
+                *(one for one in old.retired if one.number > done),
+                *(dataclasses.replace(one, number=number) for one in retired),
+            ),
+            **changes,
+        )
+        self._stage.order(self._orders)
+        self._running.wake()
+
+
+def _gone(orders: Orders) -> frozenset[SaveId]:
+    """Saves that are not to be at the root; a base that is retired has the id of its step."""
+    back = {save_id for one in orders.rolled_back for save_id in one.saves}
+    return frozenset(back | {one.save_id for one in orders.retired if one.item is None})
+
+
+def _chain_steps(step: int, infos: Mapping[int, SaveInfo]) -> set[int]:
+    """The steps of a chain, as far as they are known."""
+    by_id = {info.save_id: number for number, info in infos.items()}
+    found = {step}
+
+    def find(parent: ParentRef) -> SaveInfo | None:
+        number = by_id.get(parent.save_id)
+        if number is None:
+            return None
+        found.add(number)
+        return infos[number]
+
+    if step in infos:
+        for _ in chain.walk(infos[step], find):
+            pass
+    return found
+
+
+def _failure(code: str, message: str, step: int | None, seconds: float) -> FailureEvent:
+    return FailureEvent(
+        step=step, process=0, operation="promote", code=code, message=message, seconds=seconds
+    )
