@@ -59,7 +59,8 @@ class DenseLeaves:
     @property
     def nbytes(self) -> int:
         """Bytes of what is to be written."""
-        return sum(getattr(one.data, "nbytes", len(one.data)) for one in self._values)
+        held = (one.data for one in self._values)
+        return sum(len(one) if isinstance(one, bytes) else one.nbytes for one in held)
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""

@@ -115,7 +115,7 @@ class Promoter:
         self._journal: Journal | None = None
         self._progress = Progress(holder="")
         self._pace = Pace()
-        self._infos: dict[tuple[int, object], SaveInfo] = {}
+        self._infos: dict[tuple[int, object], SaveInfo | None] = {}
         #: Whether something at the root may be in nobody's way any more.
         self._is_littered = True
 
@@ -186,8 +186,9 @@ class Promoter:
         self._carry_out(orders, journal)
         self._tell_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
         for step, info in found:
-            save_id = info.save_id
-            if not journal.known.held(save_id) and key_of(save_id) not in self._progress.damaged:
+            if info is None:
+                self._tell_unreadable(step, journal)
+            elif self._is_waiting(step, info) and not journal.known.held(info.save_id):
                 self._promote(step, info, orders, journal)
                 return True
         return False
@@ -200,28 +201,45 @@ class Promoter:
 
     def waiting(self) -> int:
         """How many saves of the stage may come to the root and have not."""
-        return sum(
-            not self._progress.is_at_root(info.save_id)
-            and key_of(info.save_id) not in self._progress.damaged
-            for _, info in self._saves()
-        )
+        return sum(self._is_waiting(step, info) for step, info in self._saves())
 
-    def _saves(self) -> list[tuple[int, SaveInfo]]:
-        """The saves in the stage, by their steps."""
+    def _is_waiting(self, step: int, info: SaveInfo | None) -> bool:
+        """Whether a save may come to the root, as far as was told."""
+        if key_of(step, info and info.save_id) in self._progress.damaged:
+            return False
+        if info is None:
+            return self._journal is None or step not in self._journal.known.steps
+        return not self._progress.is_at_root(info.save_id)
+
+    def _saves(self) -> list[tuple[int, SaveInfo | None]]:
+        """The saves in the stage by their steps; None where a manifest cannot be read."""
         item = self._orders.item if self._orders is not None else names.EMBEDDINGS_ITEM
-        at, found = spot(self._stage.steps), {}
+        at, found = spot(self._stage.steps), dict[tuple[int, object], SaveInfo | None]()
         for name in at.folders():
             step = names.step_number(name)
             stamp = None if step is None else (at / name).stamp()
             if step is None or stamp is None:
                 continue
             known = self._infos.get((step, stamp.identity))
-            # Removed while it is read; or damaged, which is told where it is promoted.
-            with contextlib.suppress(RestoreError):
+            try:
                 known = known or saves.read_info(at / name, item)
-                found[step, stamp.identity] = known
+            except RestoreError:
+                if not (at / name).is_dir():
+                    continue  # It was removed meanwhile.
+            found[step, stamp.identity] = known
         self._infos = found
         return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
+
+    def _tell_unreadable(self, step: int, journal: Journal) -> None:
+        """A manifest that is damaged: nobody can tell which save it was, or what it was for."""
+        key = key_of(step, None)
+        if step not in journal.known.steps and key not in self._progress.damaged:
+            at = spot(self._stage.steps) / str(step)
+            try:
+                saves.read_info(at, self._orders.item if self._orders else names.EMBEDDINGS_ITEM)
+            except RestoreError as error:
+                if at.is_dir():
+                    self._tell(damaged={**self._progress.damaged, key: f"step {step}: {error}"})
 
     def _load(self) -> Orders | None:
         if self._changed():
@@ -292,7 +310,7 @@ class Promoter:
             if not self._stands(source, info, orders.item):
                 return  # Training went on without it.
             _logger.error("step %d cannot come to the root: %s", step, error)
-            self._tell(damaged={**self._progress.damaged, key_of(info.save_id): str(error)})
+            self._tell(damaged={**self._progress.damaged, key_of(step, info.save_id): str(error)})
             return
         now, seconds = time.time(), time.perf_counter() - started
         number = self._progress.recent[-1].number + 1 if self._progress.recent else 1
@@ -345,7 +363,7 @@ class Promoter:
     # ---- what is told
 
     def _tell_state(self, journal: Journal, **changes: Any) -> None:
-        runs = {info.save_id.run for info in self._infos.values()}
+        runs = {info.save_id.run for info in self._infos.values() if info is not None}
         promoted = journal.known.entry.promoted
         held = {run: attempt for run, attempt in promoted.items() if run in runs}
         holder, entry = journal.claimed.lease.holder, journal.known.entry.number

@@ -13,7 +13,7 @@ from deltackpt.storage import files
 from deltackpt.tiers.stage import Stage
 
 #: Between two starts of a promoter that ends by itself.
-_START_SECS = 10.0
+_START_SECS = 2.0
 _LOG_BYTES = 2000
 #: Those that end what is left, of managers that were closed: nobody waits for them.
 _left: list[subprocess.Popen[bytes]] = []

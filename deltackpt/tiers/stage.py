@@ -157,9 +157,14 @@ class Progress:
         return self.held.get(save_id.run, -1) >= save_id.attempt
 
 
-def key_of(save_id: SaveId) -> str:
-    """A save id as the key of a map."""
-    return f"{save_id.run}.{save_id.attempt}"
+def key_of(step: int, save_id: SaveId | None) -> str:
+    """How the progress names a save; one whose manifest cannot be read has no more than a step."""
+    return f"step.{step}" if save_id is None else f"{save_id.run}.{save_id.attempt}.{step}"
+
+
+def step_of(key: str) -> int:
+    """The step in what ``key_of`` gave."""
+    return int(key.rpartition(".")[2])
 
 
 class Stage:

@@ -43,7 +43,7 @@ from deltackpt.storage import files
 from deltackpt.storage.store import FileStore, Spot
 from deltackpt.tiers.layers import Layers, Seen
 from deltackpt.tiers.running import Running
-from deltackpt.tiers.stage import Orders, Progress, Retired, RollBack, Stage, key_of
+from deltackpt.tiers.stage import Orders, Progress, Retired, RollBack, Stage, key_of, step_of
 
 #: Between two looks at the progress of a promoter.
 _POLL_SECS = 0.02
@@ -74,7 +74,8 @@ class StagedRoot(Held):
         self._running = Running(stage)
         #: Orders are written, and the promoter started, by one thread at a time.
         self._ordering = threading.RLock()
-        self._sizes: dict[SaveId, int] = {}
+        #: Bytes of saves in the stage, by ``key_of``.
+        self._sizes: dict[str, int] = {}
         self._metadata: dict[SaveId, bytes] = {}
         self._warnings: list[str] = []
         self._told_promotions = 0
@@ -190,7 +191,8 @@ class StagedRoot(Held):
                 for number, info in self.saves().items()
                 if number > step and info is not None
             }
-            ids = {*later.values(), *(one.save_id for one in self._bases_at_root() if one.step > step)}
+            bases = (one.save_id for one in self._bases_at_root() if one.step > step)
+            ids = {*later.values(), *bases}
             # Those in the stage first: what stands there is promoted, whatever was ordered before.
             moved = self._local.roll_back(step, run)
             if not later:
@@ -366,9 +368,7 @@ class StagedRoot(Held):
             )
         for key in progress.damaged.keys() - self._told_damaged:
             self._told_damaged.add(key)
-            step = next((one.step for one in self._local_ids() if key_of(one) == key), None)
-            text = progress.damaged[key]
-            found.append(_failure(Damaged.code, text, step, 0.0))
+            found.append(_failure(Damaged.code, progress.damaged[key], step_of(key), 0.0))
         if progress.problem is not None and not self._told_problem:
             secs = max(0.0, time.time() - progress.problem_unix_secs)
             found.append(_failure(progress.code, progress.problem, None, secs))
@@ -387,20 +387,22 @@ class StagedRoot(Held):
 
     def _behind(self, progress: Progress | None = None) -> dict[int, int]:
         """Steps of the stage that may come to the root and have not, with the bytes of each."""
-        progress = progress or self._progress()
+        progress, at_root = progress or self._progress(), self._journal.known.steps
         found = {}
         for step, info in self._local.saves().items():
-            if info is None or progress.is_at_root(info.save_id):
+            key = key_of(step, info and info.save_id)
+            if key in progress.damaged:
                 continue
-            if key_of(info.save_id) in progress.damaged or self._journal.known.held(info.save_id):
+            if step in at_root if info is None else self._is_held(info.save_id, progress):
                 continue
-            if info.save_id not in self._sizes:
-                self._sizes[info.save_id] = files.tree_bytes(self._local.path / str(step))
-            found[step] = self._sizes[info.save_id]
+            if key not in self._sizes:
+                self._sizes[key] = files.tree_bytes(self._local.path / str(step))
+            found[step] = self._sizes[key]
         return found
 
-    def _local_ids(self) -> list[SaveId]:
-        return [info.save_id for info in self._local.saves().values() if info is not None]
+    def _is_held(self, save_id: SaveId, progress: Progress) -> bool:
+        """Whether a save was ever committed at the root."""
+        return progress.is_at_root(save_id) or self._journal.known.held(save_id)
 
     def _progress(self) -> Progress:
         return self._stage.progress(self._orders.holder)

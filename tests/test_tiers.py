@@ -1,0 +1,820 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training against buckets: what is saved on a node comes to the root, whatever goes between."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import servers
+
+import deltackpt
+from deltackpt import events, inspect, touched
+from deltackpt.errors import (
+    ClosedError,
+    FencedError,
+    ForeignDirectory,
+    OptionError,
+    SaveFailed,
+    StorageError,
+    UnsupportedRoot,
+    WaitTimeout,
+)
+from deltackpt.events import FailureEvent, PromotionEvent
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.opening import open_steps
+from deltackpt.options import ManagerOptions, Tiers, Timeouts
+from deltackpt.storage import buckets
+from deltackpt.tiers.stage import Stage
+from deltackpt.tiers.staged import StagedRoot
+from deltackpt.upkeep.verify import verify_root
+
+HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
+ROWS = 500
+_numbers = itertools.count()
+#: Of a test that waits for a process; never asserted on.
+_PATIENCE_SECS = 60
+
+
+class Kept(list[events.Event]):
+    """A sink that keeps all events."""
+
+    def receive(self, event: events.Event) -> None:
+        self.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        """Those of a kind."""
+        return [event for event in self if isinstance(event, kind)]
+
+
+class Node:
+    """A machine that trains: its stage, and a state that is a function of what was done to it."""
+
+    def __init__(self, url: str, endpoint: str, stage: Path):
+        self.url, self.endpoint, self.stage = url, endpoint, Stage(stage)
+        self.events = Kept()
+        self.state: dict[str, Any] = {}
+        self.touched: Any = None
+        self.begin(0)
+
+    def begin(self, seed: int) -> None:
+        drawn = np.random.default_rng(seed).normal(size=(ROWS, 4))
+        self.state = {
+            "tables": {"words": jnp.asarray(drawn, jnp.float32)},
+            "bias": jnp.arange(3.0) + seed,
+        }
+        self.touched = touched.init(self.state["tables"])
+
+    def manager(self, **options: Any) -> deltackpt.CheckpointManager:
+        tiers: dict[str, Any] = {"stage": str(self.stage.path), "endpoint": self.endpoint}
+        names = Tiers.__dataclass_fields__
+        tiers |= {name: options.pop(name) for name in [*options] if name in names}
+        handlers = options.pop("handlers", HANDLERS)
+        return deltackpt.CheckpointManager(
+            self.url,
+            handlers=handlers,
+            options=ManagerOptions(tiers=Tiers(**tiers), **options),
+            sinks=(self.events,),
+        )
+
+    def train(self, step: int) -> None:
+        rows = jnp.arange(step * 7, step * 7 + 5) % ROWS
+        words = self.state["tables"]["words"].at[rows].add(1.0 + step)
+        self.state = {"tables": {"words": words}, "bias": self.state["bias"] + 0.5}
+        self.touched = touched.mark(self.touched, {"words": rows})
+
+    def save(self, manager: deltackpt.CheckpointManager, step: int, **more: Any):
+        self.train(step)
+        return manager.save(step, self.state, touched=self.touched, **more)
+
+    def restore(self, manager: deltackpt.CheckpointManager, step: int | None = None):
+        template = jax.eval_shape(lambda: self.state)
+        found = (
+            manager.restore_latest(template) if step is None else manager.restore(step, template)
+        )
+        assert found is not None
+        self.state, self.touched = found.state, found.touched
+        return found
+
+    def held(self) -> dict[str, np.ndarray]:
+        return {
+            "words": np.asarray(self.state["tables"]["words"]),
+            "bias": np.asarray(self.state["bias"]),
+        }
+
+    def local(self) -> list[int]:
+        return sorted(int(one.name) for one in self.stage.steps.iterdir() if one.name.isdigit())
+
+    def root(self) -> list[int]:
+        return sorted(open_steps(self.url, endpoint=self.endpoint).steps())
+
+
+def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    return all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECS
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", params=["s3", "gcs"])
+def server(request, tmp_path_factory) -> Iterator[servers.Server]:
+    start = servers.s3 if request.param == "s3" else servers.gcs
+    with start(tmp_path_factory.mktemp("server")) as running:
+        with servers.environment_of(running):
+            yield running
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory) -> Iterator[servers.Server]:
+    with servers.s3(tmp_path_factory.mktemp("server")) as running:
+        with servers.environment_of(running):
+            yield running
+
+
+def nodes(server: servers.Server, tmp_path: Path) -> Iterator[Node]:
+    url = server.bucket(f"bucket{next(_numbers)}") + "/some/run"
+    for number in itertools.count():
+        yield Node(url, server.endpoint, tmp_path / f"node{number}")
+
+
+@pytest.fixture
+def node(s3, tmp_path) -> Iterator[Callable[[], Node]]:
+    """Makes nodes that train on one root."""
+    made = nodes(s3, tmp_path)
+    yield lambda: next(made)
+
+
+class Breakable:
+    """A server that a test ends, and starts again with what it held."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._port = folder, servers.free_port()
+        self._running = contextlib.ExitStack()
+        self.server = self.start()
+
+    def start(self) -> servers.Server:
+        self.server = self._running.enter_context(servers.s3(self._folder, self._port))
+        return self.server
+
+    def end(self) -> None:
+        self._running.close()
+
+
+@pytest.fixture
+def breakable(tmp_path) -> Iterator[Breakable]:
+    found = Breakable(tmp_path / "server")
+    with servers.environment_of(found.server):
+        yield found
+        found.end()
+
+
+# ---- saves come to the root
+
+
+def test_an_empty_node_goes_on_bit_for_bit(server, tmp_path):
+    made = nodes(server, tmp_path)
+    first, second = next(made), next(made)
+    expected = {}
+    with first.manager() as manager:
+        for step in range(4):
+            first.save(manager, step, force_base=step == 2)
+            expected[step] = first.held()
+        manager.wait()
+        assert first.root() == [0, 1, 2, 3] == manager.all_steps()
+    with second.manager() as manager:
+        assert manager.latest_step() == 3
+        found = second.restore(manager)
+        assert (found.step, found.chain) == (3, (2, 3))
+        assert same(second.held(), expected[3])
+        assert second.save(manager, 4).kind == "delta"
+        expected[4] = second.held()
+    assert second.root() == [0, 1, 2, 3, 4]
+    with next(made).manager() as manager:
+        for step, held in expected.items():
+            third = Node(first.url, first.endpoint, tmp_path)
+            third.restore(manager, step)
+            assert same(third.held(), held), step
+    assert verify_root(first.url, endpoint=server.endpoint).intact
+
+
+def test_what_was_made_is_promoted_once_and_told(node):
+    one = node()
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+        manager.wait()
+        number = Journal(open_at(one)).state().entry.number
+        told = one.events.of(PromotionEvent)
+        assert [event.step for event in told] == [0, 1, 2]
+        assert all(event.bytes_sent > 0 and event.objects > 2 for event in told)
+        assert told[-1].waiting == 0
+    with one.manager() as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        one.restore(manager)
+        manager.wait()
+    # A claim, and nothing else.
+    assert Journal(open_at(one)).state().entry.number == number + 1
+
+
+def open_at(one: Node):
+    return buckets.place(one.url, endpoint=one.endpoint).open()
+
+
+def test_everything_of_a_step_is_restored_from_the_root(node):
+    one, other = node(), node()
+    handlers = {**HANDLERS, "progress": ocp.JsonCheckpointHandler()}
+    with one.manager(handlers=handlers) as manager:
+        one.save(
+            manager,
+            5,
+            items={"progress": ocp.args.JsonSave({"epoch": 3})},
+            metrics={"loss": 0.25},
+            custom_metadata={"by": "test"},
+        )
+    with other.manager(handlers=handlers) as manager:
+        template = jax.tree.map(jnp.zeros_like, one.state)
+        items = {"progress": ocp.args.JsonRestore()}
+        found = manager.restore(5, template, items=items)
+        assert found.items["progress"] == {"epoch": 3}
+        assert np.array_equal(found.state["bias"], one.state["bias"])
+        assert manager.metrics(5) == {"loss": 0.25}
+        assert manager.custom_metadata(5) == {"by": "test"}
+        assert manager.item_metadata(5)["bias"].shape == (3,)
+        assert manager.best_step("loss") == 5
+        part = manager.read_state(5, {"bias": jnp.zeros(3)})
+        assert np.array_equal(part.state["bias"], one.state["bias"])
+        rows = manager.read(5, {"words": (3, 9)})
+        [fields] = rows.tables.values()
+        [words] = fields.values()
+        assert np.array_equal(words, one.held()["words"][3:9])
+        assert not [*other.stage.fetched.iterdir()]
+
+
+def test_a_reader_follows_the_root(node):
+    one = node()
+    reader = Node(one.url, one.endpoint, one.stage.path.with_name("none"))
+    with pytest.raises(StorageError, match="neither"):
+        reader.manager(access="read")
+    with one.manager() as manager, contextlib.ExitStack() as readers:
+        one.save(manager, 0)
+        manager.wait()
+        reading = readers.enter_context(reader.manager(access="read"))
+        assert reading.latest_step() == 0
+        one.save(manager, 1)
+        manager.wait()
+        assert reading.latest_step() == 1
+        assert reader.restore(reading).step == 1
+        assert same(reader.held(), one.held())
+        one.save(manager, 2)
+        manager.wait()
+        # It was not listed since.
+        assert reader.restore(reading, 2).step == 2
+        with pytest.raises(OptionError, match="may write"):
+            reader.save(reading, 3)
+    assert not reader.stage.path.exists()
+
+
+def test_a_stage_of_no_name_is_the_users(node, tmp_path, monkeypatch):
+    one = node()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = ManagerOptions(tiers=Tiers(endpoint=one.endpoint))
+    with deltackpt.CheckpointManager(one.url, handlers=HANDLERS, options=options) as manager:
+        one.save(manager, 0)
+    [stage] = (tmp_path / "cache" / "deltackpt" / "stages").iterdir()
+    assert (stage / "steps" / "0").is_dir()
+
+
+# ---- outages, room
+
+
+def test_an_outage_is_a_lag_and_no_failed_save(breakable, tmp_path):
+    one = next(nodes(breakable.server, tmp_path))
+    limits = Timeouts(close_secs=2.0, store_secs=2.0)
+    with one.manager(timeouts=limits, wait_for="stage") as manager:
+        one.save(manager, 0)
+        manager.wait()
+        eventually(lambda: one.root() == [0], "the first save came to the root")
+        breakable.end()
+        for step in range(1, 4):
+            one.save(manager, step)
+        manager.wait()
+
+        def told() -> bool:
+            manager.check_for_errors()
+            manager.wait()
+            return bool([event for event in one.events.of(FailureEvent)])
+
+        eventually(told, "the outage is told")
+        [failure] = one.events.of(FailureEvent)
+        assert (failure.operation, failure.step) == ("promote", None)
+        assert manager.all_steps() == [0, 1, 2, 3]
+        breakable.start()
+        eventually(lambda: one.root() == [0, 1, 2, 3], "all saves came to the root")
+    other = Node(one.url, one.endpoint, tmp_path / "other")
+    with other.manager() as manager:
+        assert other.restore(manager).step == 3
+        assert same(other.held(), one.held())
+
+
+def test_wait_for_the_root_ends_in_an_outage_and_loses_nothing(breakable, tmp_path):
+    one = next(nodes(breakable.server, tmp_path))
+    limits = Timeouts(close_secs=1.0, store_secs=1.0)
+    manager = one.manager(timeouts=limits)
+    one.save(manager, 0)
+    manager.wait()
+    breakable.end()
+    one.save(manager, 1)
+    with pytest.raises(WaitTimeout, match="1 saves of .* bytes still in the stage"):
+        manager.wait()
+    with pytest.raises(WaitTimeout):
+        manager.close()
+    breakable.start()
+    # The promoter ends what is left, though nobody is there any more.
+    eventually(lambda: one.root() == [0, 1], "the promoter goes on")
+
+
+def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
+    one = next(nodes(breakable.server, tmp_path))
+    base = ROWS * 4 * 4
+    limits = Timeouts(close_secs=30.0, store_secs=1.0, save_secs=1.0)
+    with one.manager(timeouts=limits, wait_for="stage", stage_bytes=2 * base) as manager:
+        breakable.end()
+        one.save(manager, 0)
+        one.save(manager, 1, force_base=True)
+        with pytest.raises(WaitTimeout, match="the save of 1"):
+            one.save(manager, 2)  # It waits for the one before, which waits for room.
+        assert manager.is_saving_in_progress()
+        assert manager.all_steps() == [0]
+        breakable.start()
+        eventually(lambda: not manager.is_saving_in_progress(), "there is room")
+        one.save(manager, 2)
+        manager.wait()
+        assert manager.all_steps() == [0, 1, 2]
+    eventually(lambda: one.root() == [0, 1, 2], "all saves came to the root")
+
+
+def test_a_save_that_is_larger_than_the_stage_goes_alone(node):
+    one = node()
+    with one.manager(stage_bytes=100) as manager:
+        with pytest.warns(UserWarning, match="larger than Tiers.stage_bytes"):
+            one.save(manager, 0)
+            one.save(manager, 1)
+            manager.wait()
+        assert one.root() == [0, 1]
+
+
+def test_closing_ends_the_wait_for_room(breakable, tmp_path):
+    one = next(nodes(breakable.server, tmp_path))
+    limits = Timeouts(close_secs=1.0, store_secs=1.0)
+    manager = one.manager(timeouts=limits, wait_for="stage", stage_bytes=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        breakable.end()
+        one.save(manager, 0)
+        with contextlib.suppress(WaitTimeout):
+            manager.wait()
+        one.save(manager, 1)
+        with pytest.raises(WaitTimeout):
+            manager.close()
+    with pytest.raises(ClosedError):
+        one.save(manager, 2)
+    assert one.local() == [0]
+
+
+# ---- nodes that go, come back, and take over
+
+
+def without_promoter(
+    monkeypatch: pytest.MonkeyPatch, manager: deltackpt.CheckpointManager | None = None
+) -> None:
+    """No promoter is started; that of a manager is killed."""
+    monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+    process = staged(manager)._running._process if manager is not None else None
+    if process is not None:
+        process.kill()
+        process.wait()
+
+
+def staged(manager: deltackpt.CheckpointManager) -> StagedRoot:
+    """What a manager of a bucket holds."""
+    found = manager._run.held
+    assert isinstance(found, StagedRoot)
+    return found
+
+
+def test_the_next_start_ends_what_a_killed_node_left(node, monkeypatch):
+    one = node()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        manager = one.manager(wait_for="stage")
+        for step in range(3):
+            one.save(manager, step)
+        manager.close()
+    assert one.local() == [0, 1, 2]
+    expected = one.held()
+    with one.manager() as manager:
+        assert manager.latest_step() == 2
+        one.restore(manager)
+        assert same(one.held(), expected)
+        manager.wait()
+        assert one.root() == [0, 1, 2]
+
+
+def test_a_stage_that_others_went_on_without_is_moved_aside(node, monkeypatch):
+    one, other = node(), node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+    with monkeypatch.context() as patch, one.manager(wait_for="stage") as manager:
+        without_promoter(patch)
+        one.restore(manager)
+        one.save(manager, 1)
+        one.save(manager, 2)
+    assert (one.local(), one.root()) == ([0, 1, 2], [0])
+    with other.manager() as manager:
+        assert other.restore(manager).step == 0
+        other.begin(5)
+        other.restore(manager, 0)
+        other.save(manager, 1)
+        other.save(manager, 3)
+    expected = other.held()
+    with pytest.warns(UserWarning, match=r"steps \[1, 2\], which are not at .* were moved to"):
+        manager = one.manager()
+    with manager:
+        assert manager.all_steps() == [0, 1, 3]
+        one.restore(manager)
+        assert same(one.held(), expected)
+        assert one.save(manager, 4).kind == "delta"
+        manager.wait()
+    assert one.root() == [0, 1, 3, 4]
+    [aside] = (one.stage.path / "aside").iterdir()
+    assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
+
+
+def test_a_claim_that_never_trained_orphans_nothing(node, monkeypatch):
+    one, other = node(), node()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager(wait_for="stage") as manager:
+            one.save(manager, 0)
+            one.save(manager, 1)
+    with other.manager() as manager:
+        assert manager.all_steps() == []
+    with one.manager() as manager:
+        assert manager.all_steps() == [0, 1]
+    assert one.root() == [0, 1]
+
+
+def test_whoever_has_lost_the_root_is_fenced(node):
+    one, other = node(), node()
+    first = one.manager()
+    one.save(first, 0)
+    first.wait()
+    with other.manager() as second:
+        other.restore(second)
+        with pytest.raises(FencedError):
+            first.check_lease()
+        one.save(first, 1)  # Nobody has told it.
+        with pytest.raises(FencedError, match="expected to hold its claim"):
+            first.wait()
+        with pytest.raises(FencedError):
+            one.save(first, 2)
+        with pytest.raises(FencedError):
+            first.close()
+        assert other.root() == [0]
+        other.save(second, 1)
+        second.wait()
+        assert other.root() == [0, 1]
+        expected = other.held()
+    third = node()
+    with third.manager() as manager:
+        third.restore(manager)
+        assert same(third.held(), expected)
+
+
+def test_of_two_managers_of_a_process_the_later_one_holds_the_root(node):
+    one = node()
+    first = one.manager()
+    one.save(first, 0)
+    with one.manager() as second:
+        assert second.latest_step() == 0
+        with pytest.raises(FencedError, match="another manager of this process"):
+            one.save(first, 1)
+        one.restore(second)
+        one.save(second, 1)
+    assert one.root() == [0, 1]
+
+
+# ---- going back, removing
+
+
+def test_what_training_went_back_behind_is_not_at_the_root(node):
+    one, other = node(), node()
+    held = {}
+    with one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step)
+            held[step] = one.held()
+        manager.wait()
+        one.restore(manager, 1)
+        with pytest.warns(UserWarning, match=r"later steps \[2, 3\]"):
+            one.save(manager, 2)
+        assert manager.all_steps()[:2] == [0, 1]
+        held[2] = one.held()
+        manager.wait()
+        assert manager.all_steps() == [0, 1, 2] == one.root()
+    with other.manager() as manager:
+        # Here nothing is in the stage.
+        other.restore(manager, 0)
+        with pytest.warns(UserWarning, match=r"later steps \[1, 2\] are rolled back"):
+            other.save(manager, 1)
+        manager.wait()
+        assert manager.all_steps() == [0, 1]
+        held[1] = other.held()
+    assert other.root() == [0, 1]
+    with node().manager() as manager:
+        assert manager.all_steps() == [0, 1]
+        one.restore(manager)
+        assert same(one.held(), held[1])
+
+
+def test_going_back_behind_what_has_not_come_to_the_root(node, monkeypatch):
+    one, other = node(), node()
+    with monkeypatch.context() as patch, one.manager(wait_for="stage") as manager:
+        without_promoter(patch)
+        for step in range(4):
+            one.save(manager, step)
+        one.restore(manager, 1)
+        with pytest.warns(UserWarning, match="later steps"):
+            one.save(manager, 3)
+        manager.wait()
+        assert manager.all_steps() == [0, 1, 3]
+    with one.manager() as manager:
+        assert manager.all_steps() == [0, 1, 3]
+        manager.wait()
+        expected = one.held()
+    assert one.root() == [0, 1, 3]
+    with other.manager() as manager:
+        other.restore(manager)
+        assert same(other.held(), expected)
+
+
+def test_going_back_is_remembered_by_the_next_start(node, monkeypatch):
+    one = node()
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+    with monkeypatch.context() as patch, one.manager(wait_for="stage") as manager:
+        without_promoter(patch)
+        one.restore(manager, 0)
+        with pytest.warns(UserWarning, match="later steps"):
+            one.save(manager, 1)
+        manager.wait()
+    assert one.root() == [0, 1, 2]
+    expected = one.held()
+    with one.manager() as manager:
+        assert manager.all_steps() == [0, 1]
+        one.restore(manager)
+        assert same(one.held(), expected)
+        manager.wait()
+    assert one.root() == [0, 1]
+
+
+def test_retention_removes_at_the_root_and_the_stage_keeps_the_newest_chains(node):
+    one, other = node(), node()
+    policy = deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1))
+    with one.manager(retention=5, keep_local=1, deltas=policy) as manager:
+        for step in range(12):
+            one.save(manager, step)
+            manager.wait()
+        one.save(manager, 12)
+        manager.wait()
+        assert manager.all_steps() == one.root()
+        assert one.root()[-5:] == [8, 9, 10, 11, 12]
+        assert len(one.root()) <= 7
+        eventually(lambda: len(one.local()) <= 4 or bool(staged(manager).collect()), "evicted")
+        assert manager.restore(8, one.state).step == 8
+    with other.manager() as manager:
+        other.restore(manager)
+        assert same(other.held(), one.held())
+    assert verify_root(one.url, endpoint=one.endpoint).intact
+
+
+def test_a_delta_of_a_parent_that_has_left_the_stage(node):
+    one, other = node(), node()
+    with one.manager(keep_local=1) as manager:
+        one.save(manager, 0)
+        one.save(manager, 1)
+        manager.wait()
+        staged(manager)._local.remove_steps([0, 1])
+        assert manager.all_steps() == [0, 1]
+        assert one.save(manager, 2).kind == "delta"
+        manager.wait()
+        assert one.root() == [0, 1, 2]
+        assert manager.restore(2, one.state).chain == (0, 1, 2)
+    with other.manager() as manager:
+        other.restore(manager)
+        assert same(other.held(), one.held())
+
+
+def test_the_best_steps_stay_though_they_have_left_the_stage(node):
+    one = node()
+    best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda found: found["loss"], n=2)
+    with one.manager(retention=best, keep_local=1) as manager:
+        for step in range(6):
+            one.save(manager, step, metrics={"loss": -abs(step - 1)}, force_base=True)
+            manager.wait()
+        one.save(manager, 6, metrics={"loss": -9}, force_base=True)
+        manager.wait()
+    assert {1} < {*one.root()}
+    with one.manager(retention=best) as manager:
+        assert manager.best_step() == 1
+
+
+def test_a_step_is_deleted_at_the_root(node):
+    one = node()
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step, force_base=True)
+        manager.wait()
+        manager.delete(1)
+        assert manager.all_steps() == [0, 2]
+        with pytest.raises(deltackpt.errors.StepNotFound):
+            manager.delete(1)
+    eventually(lambda: one.root() == [0, 2], "it was removed")
+
+
+# ---- damage
+
+
+def damage(step: Path) -> None:
+    """Alters a byte in the largest file of a step."""
+    found = (one for one in step.rglob("*") if one.is_file())
+    path = max(found, key=lambda one: one.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_damaged_copy_in_the_stage_is_read_from_the_root(node):
+    one = node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        one.save(manager, 1)
+        manager.wait()
+        expected = one.held()
+        damage(one.stage.steps / "0")
+        with pytest.warns(UserWarning, match="step 0 is damaged in the stage"):
+            assert one.restore(manager).step == 1
+        assert same(one.held(), expected)
+        assert one.local() == [1]
+        assert one.save(manager, 2).kind == "delta"
+    assert one.root() == [0, 1, 2]
+
+
+def test_a_save_that_is_damaged_before_it_is_promoted(node, monkeypatch):
+    one, other = node(), node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        with monkeypatch.context() as patch:
+            without_promoter(patch, manager)
+            one.save(manager, 1)
+            eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
+            damage(one.stage.steps / "1")
+        with (
+            pytest.raises(SaveFailed, match="cannot come to"),
+            pytest.warns(UserWarning, match="the promoter of .* ended with -9"),
+        ):
+            manager.wait()
+        [told] = one.events.of(FailureEvent)
+        assert (told.operation, told.step, told.code) == ("promote", 1, "damaged")
+        assert one.save(manager, 2).kind == "base"
+        manager.wait()
+        assert one.root() == [0, 2]
+    with other.manager() as manager:
+        other.restore(manager)
+        assert same(other.held(), one.held())
+
+
+# ---- what cannot work
+
+
+def test_a_stage_is_of_one_root(node, s3, tmp_path):
+    one = node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+    other = Node(s3.bucket("another") + "/run", s3.endpoint, one.stage.path)
+    with pytest.raises(OptionError, match="expected a stage of s3://another/run, found that of"):
+        other.manager()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(OptionError, match="expected an empty directory, or a stage"):
+        Node(one.url, one.endpoint, tmp_path / "full").manager()
+    with pytest.raises(OptionError, match="expected a directory of this node"):
+        one.manager(stage="s3://bucket/stage")
+
+
+def test_tiers_of_a_directory_and_of_nothing(tmp_path):
+    with pytest.raises(OptionError, match="expected none for the directory"):
+        deltackpt.CheckpointManager(tmp_path / "run", options=ManagerOptions(tiers=Tiers()))
+    with pytest.raises(UnsupportedRoot, match="hdfs"):
+        deltackpt.CheckpointManager("hdfs://name/run")
+    with pytest.raises(OptionError, match="Tiers.stage_bytes"):
+        Tiers(stage_bytes=0)
+    with pytest.raises(OptionError, match="Tiers.keep_local"):
+        Tiers(keep_local=0)
+    with pytest.raises(OptionError, match="Tiers.bytes_per_sec"):
+        Tiers(bytes_per_sec=-1.0)
+    with pytest.raises(OptionError, match="Tiers.wait_for"):
+        Tiers(wait_for="memory")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="ManagerOptions.tiers"):
+        ManagerOptions(tiers={"stage": "/dev/shm"})  # type: ignore[arg-type]
+
+
+def test_a_bucket_with_other_things_is_refused(node, s3):
+    one = node()
+    at = open_at(one)
+    at.store.put("somebody/else", b"data")
+    with pytest.raises(ForeignDirectory, match="somebody"):
+        one.manager()
+    other = Node(s3.bucket("copies") + "/run", s3.endpoint, one.stage.path)
+    open_at(other).store.put("copied/0.msgpack", b"marker")
+    with pytest.raises(UnsupportedRoot, match="copies with markers"):
+        other.manager()
+
+
+def test_a_root_of_another_item_is_refused_and_stays_its_trainers(node):
+    one, other = node(), node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        with pytest.raises(OptionError, match="expected one item"):
+            other.manager(handlers={"others": deltackpt.Tables(select="tables/*")})
+        one.save(manager, 1)
+    assert one.root() == [0, 1]
+
+
+def test_no_credentials_are_in_what_is_written_or_told(node, monkeypatch):
+    one = node()
+    secret = "sEcReT-of-the-test-0123456789"
+    with one.manager(timeouts=Timeouts(close_secs=2, store_secs=2)) as manager:
+        one.save(manager, 0)
+        manager.wait()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    with pytest.raises(StorageError) as refused:
+        one.manager()
+    assert secret not in str(refused.value)
+    for path in one.stage.path.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert secret.encode() not in data and b"tester" not in data, path
+
+
+def test_inspect_and_readers_see_whole_steps_beside_a_trainer(node):
+    one = node()
+    seen: list[int] = []
+    problems: list[Exception] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                found = inspect.open(one.url, endpoint=one.endpoint)
+                if found.steps:
+                    seen.append(found.steps[-1])
+                    assert verify_root(one.url, endpoint=one.endpoint).intact
+            except deltackpt.errors.StepGone:
+                pass
+            except StorageError as error:
+                if "neither" not in str(error):
+                    problems.append(error)
+            except Exception as error:
+                problems.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    try:
+        with one.manager(retention=2) as manager:
+            for step in range(8):
+                one.save(manager, step, force_base=step % 3 == 0)
+            manager.wait()
+    finally:
+        stop.set()
+        reader.join()
+    assert not problems
+    assert sorted(seen) == seen
