@@ -13,7 +13,7 @@ import sys
 import click
 
 from deltackpt.__about__ import __version__
-from deltackpt.cli import doctoring, exchange, keeping, looking, reporting, service
+from deltackpt.cli import doctoring, exchange, keeping, looking, promoting, reporting, service
 from deltackpt.errors import AlreadyCompacting, DeltackptError, InUse
 
 _TRY_AGAIN = 75
@@ -57,6 +57,7 @@ for command in (
     keeping.collect,
     keeping.copy,
     keeping.compact,
+    promoting.promote,
     doctoring.doctor,
     exchange.export,
     exchange.import_,

@@ -246,12 +246,12 @@ class Journal(JournalView):
         removed: dict[Unit, Standing] = {}
 
         def change(state: State) -> Mapping[str, Any] | None:
-            found = {
-                unit: one
-                for unit in units
-                if (one := state.standings.get(unit)) is not None
-                and (not isinstance(units, Mapping) or units[unit] == one.save_id)
-            }
+            found = {unit: state.standings[unit] for unit in units if unit in state.standings}
+            if isinstance(units, Mapping):
+                meant = units.items()
+                found = {
+                    unit: there for unit, there in found.items() if (unit, there.save_id) in meant
+                }
             removed.update(found)
             if not found:
                 return None

@@ -107,13 +107,15 @@ class NoTrainer:
 class Promoter:
     """Brings saves from one stage to its root, one at a time."""
 
-    def __init__(self, stage: Stage):
-        """Reads and writes nothing yet."""
+    def __init__(
+        self, stage: Stage, orders: Orders | None = None, progress: Progress | None = None
+    ):
+        """Reads and writes nothing yet; orders and progress are read where they are not given."""
         self._stage = stage
-        self._orders: Orders | None = None
+        self._orders = orders
         self._orders_stamp: object = None
         self._journal: Journal | None = None
-        self._progress = Progress(holder="")
+        self._progress = progress or Progress(holder="")
         self._pace = Pace()
         self._infos: dict[tuple[int, object], SaveInfo | None] = {}
         #: Whether something at the root may be in nobody's way any more.
@@ -199,9 +201,9 @@ class Promoter:
             return self._stage.orders() is None
         return not self._changed() and not self.waiting()
 
-    def waiting(self) -> int:
-        """How many saves of the stage may come to the root and have not."""
-        return sum(self._is_waiting(step, info) for step, info in self._saves())
+    def waiting(self) -> list[int]:
+        """The steps of the saves in the stage that may come to the root and have not."""
+        return [step for step, info in self._saves() if self._is_waiting(step, info)]
 
     def _is_waiting(self, step: int, info: SaveInfo | None) -> bool:
         """Whether a save may come to the root, as far as was told."""
@@ -384,7 +386,7 @@ class Promoter:
 
 
 @contextlib.contextmanager
-def only_one(stage: Stage, trainer: Trainer, waiting: bool = True) -> Iterator[bool]:
+def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
     """Waits until no other promoter works at a stage.
 
     Yields:
@@ -397,7 +399,8 @@ def only_one(stage: Stage, trainer: Trainer, waiting: bool = True) -> Iterator[b
                 stack.enter_context(locks.held(stage.lock, refusal))
             except InUse:
                 trainer.wait(_LOCK_SECS)
-                if trainer.is_gone and not is_behind(stage):
+                status = status_of(stage) if trainer.is_gone else None
+                if trainer.is_gone and (status is None or not status.waiting):
                     yield False
                     return
                 if trainer.is_gone:
@@ -407,15 +410,47 @@ def only_one(stage: Stage, trainer: Trainer, waiting: bool = True) -> Iterator[b
             return
 
 
-def is_behind(stage: Stage) -> bool:
-    """Whether a save of a stage may come to the root and has not, as far as was told."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """How far the saves of a stage have come, as was told last.
+
+    Attributes:
+      url: of the root.
+      waiting: saves that may come to the root and have not.
+      nbytes: bytes of their files.
+      damaged: as in ``Progress``.
+      problem: as in ``Progress``; what is said of another trainer where it has taken the root.
+      problem_unix_secs: as in ``Progress``.
+    """
+
+    url: str
+    waiting: int
+    nbytes: int
+    damaged: dict[str, str]
+    problem: str | None
+    problem_unix_secs: float
+
+
+def status_of(stage: Stage) -> Status | None:
+    """How far the saves of a stage have come; None where nobody ever trained there.
+
+    Raises:
+      Damaged, StorageError: the stage cannot be read.
+    """
     orders = stage.orders()
     if orders is None:
-        return False
-    promoter = Promoter(stage)
-    promoter._orders = orders
-    promoter._progress = stage.progress(orders.holder)
-    return promoter.waiting() > 0
+        return None
+    progress = stage.progress(orders.holder)
+    promoter = Promoter(stage, orders, progress)
+    waiting = promoter.waiting()
+    return Status(
+        url=orders.url,
+        waiting=len(waiting),
+        nbytes=sum(files.tree_bytes(stage.steps / str(step)) for step in waiting),
+        damaged=progress.damaged,
+        problem=progress.fenced or progress.problem,
+        problem_unix_secs=progress.problem_unix_secs,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

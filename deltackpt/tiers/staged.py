@@ -210,11 +210,11 @@ class StagedRoot(Held):
         """See ``Held``."""
         with self._ordering:
             infos = self.saves()
-            found = {step: info for step in steps if (info := infos.get(step)) is not None}
+            ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
             self._local.remove_steps(steps)
             self._retire(
-                Retired(number=0, step=step, item=None, save_id=info.save_id)
-                for step, info in found.items()
+                Retired(number=0, step=step, item=None, save_id=save_id)
+                for step, save_id in ids.items()
             )
 
     def _retire(self, retired: Iterable[Retired]) -> None:
