@@ -64,6 +64,7 @@ CROWDED = {
     "test_service",
     "test_service_kills",
     "test_t5x_processes",
+    "test_tiers_processes",
 }
 
 #: Files and folders whose tests all belong to `make test-processes`; others mark single tests.
@@ -77,6 +78,7 @@ PROCESSES = {
     "test_ray_cluster",
     "test_service",
     "test_t5x_processes",
+    "test_tiers_processes",
     "without_jax",
 }
 

@@ -42,7 +42,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.handlers import saving
 from deltackpt.ledger.directory import Root
-from deltackpt.options import Timeouts
+from deltackpt.options import Tiers, Timeouts
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
 from deltackpt.save import exits, flight, rendezvous, snapshot
@@ -334,6 +334,7 @@ class Worker:
         policy: str = "consecutive",
         bounds: dict[str, Any] | None = None,
         notes: bool = False,
+        tiers: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Makes the manager.
@@ -344,6 +345,7 @@ class Worker:
           policy: one of ``POLICIES``.
           bounds: options of the policy.
           notes: whether steps have a further item, of Orbax's.
+          tiers: options of ``Tiers``, where the root is a bucket.
           **options: other options of the manager.
         """
         self._notes = notes
@@ -354,6 +356,7 @@ class Worker:
             options=manager_options(
                 policy=POLICIES[policy](**bounds or {}),
                 timeouts=Timeouts(processes_secs=processes_secs),
+                tiers=None if tiers is None else Tiers(**tiers),
                 **options,
             ),
         )

@@ -19,11 +19,12 @@ from deltackpt.ledger.entries import MOST_CLAIMS, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, find_item, open_steps
 from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.storage import buckets, files
 from deltackpt.storage.store import Spot
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
-from deltackpt.tiers.staged import StagedRoot
+from deltackpt.tiers.staged import StagedBeside, StagedRoot
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions) -> Path:
@@ -71,14 +72,10 @@ def open_root(
     limit = options.timeouts.store_secs
     if options.read_only:
         return open_steps(where, item=item, endpoint=tiers.endpoint, deadline_secs=limit)
-    if processes > 1:
-        raise OptionError(
-            f"{os.fspath(where)}: expected one process to save to a bucket, found "
-            f"{processes}: they have no stage that all of them see; save to a shared "
-            "directory, and bring that to the bucket with 'deltackpt copy'"
-        )
     place = buckets.place(where, endpoint=tiers.endpoint)
     root = place.open(deadline_secs=limit)
+    if not writing:
+        return _beside(_stage_of(where, tiers), JournalView(root), tiers, processes)
     journal = Journal(root)
     if journal.state().entry.number:
         find_item(BucketSteps(journal, item), item)
@@ -106,10 +103,29 @@ def open_root(
             store_secs=limit,
         )
         stage.order(orders)
-        return StagedRoot(stage, local, journal, orders, tiers)
+        return StagedRoot(stage, local, journal, orders, tiers, processes=processes)
     except BaseException:
         local.close()
         raise
+
+
+def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) -> StagedBeside:
+    """The stage and the root that the first process of a job has just opened.
+
+    Raises:
+      OptionError: this process does not see that stage.
+    """
+    claim = journal.state().claim
+    orders = stage.orders()
+    if orders is None or claim is None or orders.holder != claim.lease.holder:
+        raise OptionError(
+            f"Tiers.stage={str(stage.path)!r}: expected the stage that process 0 opened, found "
+            f"{'none' if orders is None else 'another one'}: several processes save to a bucket by "
+            "a stage that all of them see, so give a directory that is shared between the nodes; "
+            "stages of single nodes, each with a part of a save, are not supported yet"
+        )
+    local = Root.open(stage.steps, item=orders.item, read_only=True)
+    return StagedBeside(stage, local, journal, orders, tiers, processes=processes)
 
 
 def _stage_of(where: str | os.PathLike[str], tiers: Tiers) -> Stage:

@@ -30,13 +30,14 @@ from deltackpt.events import Event, FailureEvent, PromotionEvent
 from deltackpt.format import chain
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, ParentRef, SaveId
-from deltackpt.ledger.committed import Committed
+from deltackpt.ledger.committed import Catalog, Committed, Journaled
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Standing
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.lease import Lease
+from deltackpt.ledger.view import JournalView
 from deltackpt.options import Tiers
 from deltackpt.reading import inventory
 from deltackpt.storage import files
@@ -52,7 +53,16 @@ _POLL_SECS = 0.02
 class StagedRoot(Held):
     """The stage of a trainer, and the root behind it."""
 
-    def __init__(self, stage: Stage, local: Root, journal: Journal, orders: Orders, tiers: Tiers):
+    def __init__(
+        self,
+        stage: Stage,
+        local: Root,
+        journal: JournalView,
+        orders: Orders,
+        tiers: Tiers,
+        *,
+        processes: int = 1,
+    ):
         """Made by ``opening.open_root``.
 
         Args:
@@ -61,6 +71,7 @@ class StagedRoot(Held):
           journal: of the root, which is claimed.
           orders: those that stand in the stage, under that claim.
           tiers: as the user wants them.
+          processes: how many save together.
         """
         self._stage = stage
         self._local = local
@@ -68,8 +79,8 @@ class StagedRoot(Held):
         self._orders = orders
         self._tiers = tiers
         self._hidden = _gone(orders)
-        root = Committed(Seen(journal, lambda: self._hidden))
-        self._layers = Layers(FileStore(local.path), root, orders.url)
+        self._processes = processes
+        self._layers = Layers(FileStore(local.path), Committed(self._catalog()), orders.url)
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage)
         #: Orders are written, and the promoter started, by one thread at a time.
@@ -88,6 +99,10 @@ class StagedRoot(Held):
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
         if self._behind():
             self._start()
+
+    def _catalog(self) -> Catalog:
+        """What is at the root, for readers."""
+        return Seen(self._journal, lambda: self._hidden)
 
     # ---- what is committed
 
@@ -172,7 +187,7 @@ class StagedRoot(Held):
         fenced = self._progress().fenced
         if fenced is not None:
             raise FencedError(fenced)
-        if ask:
+        if ask and isinstance(self._journal, Journal):
             self._journal.check()
 
     def begin(self, goes_on: SaveId | None) -> None:
@@ -291,7 +306,7 @@ class StagedRoot(Held):
 
     def make_room(self, nbytes: int) -> str | None:
         """See ``Held``."""
-        most = self._tiers.stage_bytes
+        most, nbytes = self._tiers.stage_bytes, nbytes * self._processes
         while (behind := sum(self._behind().values())) and behind + nbytes > most:
             self._require_claim()
             self._start()
@@ -447,6 +462,46 @@ class StagedRoot(Held):
         )
         self._stage.order(self._orders)
         self._running.wake()
+
+
+class StagedBeside(StagedRoot):
+    """The same stage and root in another process of the job: it saves its part, and orders nothing.
+
+    All of them see the one stage; the first holds the root, and the promoter is its.
+    """
+
+    def _catalog(self) -> Catalog:
+        return Journaled(self._journal)
+
+    def stands(self, save_id: SaveId) -> bool:
+        """See ``Held``; every process finds the same."""
+        with contextlib.suppress(StorageError):
+            self._journal.state()
+        return super().stands(save_id)
+
+    def roll_back(self, step: int, run: str) -> list[int]:
+        """See ``Held``: the first process does that."""
+        return []
+
+    def remove_steps(self, steps: Collection[int]) -> None:
+        """See ``Held``: the first process does that."""
+
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """See ``Held``: the first process does that."""
+
+    def begin(self, goes_on: SaveId | None) -> None:
+        """See ``Held``: the first process does that."""
+
+    def news(self) -> list[Event]:
+        """See ``Held``: the first process tells."""
+        return []
+
+    def found_damaged(self, step: int) -> bool:
+        """See ``Steps``: all processes would have to read again."""
+        return False
+
+    def _start(self) -> None:
+        pass
 
 
 def _gone(orders: Orders) -> frozenset[SaveId]:
