@@ -17,7 +17,7 @@ LONG_SEED ?=
 PYTHONS := 3.12 3.13
 
 .PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
-.PHONY: afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
+.PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
@@ -28,6 +28,7 @@ help:
 	@echo "make test       every promise once, without further processes"
 	@echo "make test-processes  what starts processes: jobs, kills, Ray, a notebook, a browser, a wheel, Orbax's suites"
 	@echo "make test-long  the kill, power-cut and multi-process loops; LONG=full, LONG_SEED=N"
+	@echo "make servers    object stores that tests of buckets start; without them these are skipped"
 	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"
 	@echo "make test-pythons      every codec, save, restore, kill and inspect on Python $(PYTHONS)"
 	@echo "make newest     the same with the newest versions of everything, which become the pins of these Pythons"
@@ -48,6 +49,14 @@ ifneq ($(shell $(PYTHON) --version),$(shell $(BIN)/python --version 2>/dev/null)
 $(READY): afresh
 endif
 endif
+
+# Object stores on loopback, for what speaks to buckets.
+SERVERS := build/servers
+$(SERVERS)/.ready: tools/make_servers.sh
+	sh tools/make_servers.sh "$(SERVERS)"
+	touch $@
+
+servers: $(SERVERS)/.ready
 
 demo: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo.py $(ARGS)

@@ -36,6 +36,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
+from deltackpt.tiers import running
 from deltackpt.tiers.stage import Stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.upkeep.verify import verify_root
@@ -134,16 +135,16 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 @pytest.fixture(scope="module", params=["s3", "gcs"])
 def server(request, tmp_path_factory) -> Iterator[servers.Server]:
     start = servers.s3 if request.param == "s3" else servers.gcs
-    with start(tmp_path_factory.mktemp("server")) as running:
-        with servers.environment_of(running):
-            yield running
+    with start(tmp_path_factory.mktemp("server")) as found:
+        with servers.environment_of(found):
+            yield found
 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory) -> Iterator[servers.Server]:
-    with servers.s3(tmp_path_factory.mktemp("server")) as running:
-        with servers.environment_of(running):
-            yield running
+    with servers.s3(tmp_path_factory.mktemp("server")) as found:
+        with servers.environment_of(found):
+            yield found
 
 
 def nodes(server: servers.Server, tmp_path: Path) -> Iterator[Node]:
@@ -181,6 +182,10 @@ def breakable(tmp_path) -> Iterator[Breakable]:
     with servers.environment_of(found.server):
         yield found
         found.end()
+    for process in running._left:  # They would wait for the server for ever.
+        process.kill()
+        process.wait()
+    running._left.clear()
 
 
 # ---- saves come to the root

@@ -233,7 +233,7 @@ def collect(
 @arguments.item
 @click.option("--recheck", is_flag=True, help="Read again what is whole at the target already.")
 @click.option("--offline", is_flag=True, help="Your word that no trainer is at work at TARGET.")
-@click.option("--endpoint", help="Server of s3:// URLs, where it is not Amazon's.")
+@arguments.endpoint
 @click.option("--workers", type=click.IntRange(min=1), help="Files at a time; 8 by default.")
 @arguments.as_json
 def copy(
@@ -258,13 +258,9 @@ def copy(
     """
     if steps and all_steps:
         raise click.UsageError("--step and --all exclude each other")
-    from deltackpt.format.names import EMBEDDINGS_ITEM
     from deltackpt.tiers import copy as copying
 
-    if item is None:
-        # An object store is not searched for it.
-        is_local = "://" not in source and not source.startswith("{")
-        item = _found_item(source) if is_local else EMBEDDINGS_ITEM
+    item = _found_item(source, item, endpoint)
     with terminal.progress("copying", quiet=as_json) as progress:
         done = copying.copy(
             source,
@@ -360,7 +356,7 @@ def _print_chain(found: RestorePlan) -> None:
     terminal.print_table(("reads", "kind", "rows", "size", "files", "codecs"), rows)
 
 
-def _found_item(directory: str, item: str | None = None) -> str:
+def _found_item(directory: str, item: str | None = None, endpoint: str | None = None) -> str:
     from deltackpt.ledger.opening import open_steps
 
-    return open_steps(directory, item=item).item
+    return open_steps(directory, item=item, endpoint=endpoint).item

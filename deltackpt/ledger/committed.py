@@ -291,6 +291,19 @@ class Committed:
             start += len(piece)
         came.check(f"{self.url}/{key}", digest)
 
+    def units(self) -> Mapping[Unit, str]:
+        """Where each unit stands; the catalog is asked."""
+        return self._units(anew=True)
+
+    def digests(self, unit: Unit) -> dict[str, Digest]:
+        """Digests of all files of a unit.
+
+        Raises:
+          Missing: there is no such unit.
+          Damaged: they are altered.
+        """
+        return dict(self._unit_digests(unit))
+
     def _units(self, *, anew: bool) -> Mapping[Unit, str]:
         return self._catalog.units(anew=anew)
 

@@ -174,12 +174,13 @@ class Journal(JournalView):
         epoch = self.claimed.lease.epoch
         return entries.prefix_of(unit, epoch, token or uuid.uuid4().hex[:12])
 
-    def commit(self, standing: Standing, *, alone: bool = False) -> Standing:
+    def commit(self, standing: Standing, *, alone: bool = False, anew: bool = False) -> Standing:
         """Makes a step, or a compacted base, visible; its files have been put by now.
 
         Args:
           standing: what it is, under a prefix of this claim.
           alone: whether a base may stand without the step that it stands for, as in a copy.
+          anew: whether it takes the place of an upload of the same save, as where that is damaged.
 
         Returns:
           What stands for the save now: another upload of it where that came first.
@@ -192,17 +193,22 @@ class Journal(JournalView):
             call tells.
         """
         unit, save_id = standing.unit, standing.save_id
+        replaced: list[Standing] = []
 
         def change(state: State) -> Mapping[str, Any] | None:
             there = state.standings.get(unit)
             if there is not None and there.save_id == save_id:
-                return None
+                if not anew or there.prefix == standing.prefix:
+                    return None
+                replaced[:] = [there]
+                self._outlive(replaced)
+                return self._with(state, {**state.standings, unit: standing})
             if there is not None:
                 raise TargetDiffers(
                     f"{self.root}: expected no {unit.name}, or save id {save_id}, found save id "
                     f"{there.save_id}: it is not touched; roll back behind it first"
                 )
-            if unit.item is None and state.held(save_id):
+            if unit.item is None and state.held(save_id) and not anew:
                 return None  # It was committed, and retired since.
             self._require_parent(state, standing, alone=alone)
             fields = self._with(state, {**state.standings, unit: standing})
@@ -211,6 +217,7 @@ class Journal(JournalView):
             return fields
 
         state = self._change_own(change, standing.prefix)
+        self.delete(one.prefix for one in replaced)
         return state.standings.get(unit, standing)
 
     def _require_parent(self, state: State, standing: Standing, *, alone: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from deltackpt.errors import OptionError, StorageError
+from deltackpt.errors import ForeignDirectory, OptionError, StorageError, UnsupportedRoot
 from deltackpt.format import names
 from deltackpt.ledger.committed import Committed, Copied, Journaled
 from deltackpt.ledger.directory import Root
@@ -77,6 +77,27 @@ def _in_bucket(at: Spot, item: str) -> Steps:
         f"{at}: expected a journal in {JOURNAL}/, or markers of copies in {names.COPIED}/, found "
         "neither; check the URL, or wait for the first save of its trainer"
     )
+
+
+def refuse_foreign(root: Spot) -> None:
+    """Checks that a place without a journal is empty: nobody knows what would be hidden, or swept.
+
+    Raises:
+      UnsupportedRoot: it holds copies with markers.
+      ForeignDirectory: it holds other things.
+    """
+    found = root.names()
+    if names.COPIED in found:
+        raise UnsupportedRoot(
+            f"{root}: expected a journal, or nothing, found copies with markers in "
+            f"{names.COPIED}/, as earlier versions made them; they can be read and copied "
+            "('deltackpt copy') to another place, which can be written"
+        )
+    if found:
+        raise ForeignDirectory(
+            f"{root}: expected an empty place, or a root of deltackpt, found {found[:5]}; give "
+            "another path in the bucket"
+        )
 
 
 def find_item(steps: Steps, wanted: str | None) -> str:

@@ -9,10 +9,9 @@ is cut anywhere goes on where it was: what is there already and matches is not w
 A name at the target belongs to one save. What stands there and is not that save, or cannot be told
 to be it, is never touched; what is that save and damaged is replaced.
 
-In a directory a unit is put together in ``.copying/`` and appears by one rename. In an object
-store nothing can be renamed: there a unit counts only when its marker stands,
-``copied/<unit>.msgpack``, which is written last and holds the digests of all its objects. Which
-save a name belongs to says its claim, ``copied/<unit>.claim``, which is written first and once.
+In a directory a unit is put together in ``.copying/`` and appears by one rename. A bucket is
+claimed, as by a trainer, and a unit appears by an entry of its journal: a copy is a promotion from
+one ledger to another.
 """
 
 from __future__ import annotations
@@ -20,22 +19,17 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import re
 import threading
 import time
-import urllib.parse
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
     InUse,
-    OptionError,
     RestoreError,
     StepNotFound,
     StorageError,
@@ -44,23 +38,23 @@ from deltackpt.errors import (
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.ledger.entries import Unit
 from deltackpt.reading.reader import Progress
+from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
+from deltackpt.tiers.bucket import Bucket
 from deltackpt.tiers.directory import Directory
-from deltackpt.tiers.objects import ObjectStore, folder_of
 from deltackpt.tiers.places import (
     Place,
-    Unit,
     check_bytes,
     digests_bytes,
     gone,
 )
 
-#: Files on their way at a time: enough to hide the latency of an object store.
+#: Files on their way at a time: enough to hide the latency of a bucket.
 WORKERS = 8
 #: Most bytes on their way at a time; a larger file goes alone.
 _MEMORY_BYTES = 256 << 20
-_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +105,7 @@ def copy(
       recheck: whether what is whole at the target is read again, and copied again where it is
         damaged; by default its records are compared, and that no file is missing.
       offline: the caller's word that no trainer is at work at the target.
-      endpoint: address of the server of ``s3://`` URLs, where it is not Amazon's.
+      endpoint: address of the server of a bucket, where it is not the service's own.
       workers: files on their way at a time.
       progress: called with bytes done and bytes in all, from any thread.
 
@@ -241,7 +235,10 @@ class _Run:
                     continue
                 self._target.begin(unit, digests)
                 with self._reading(unit, units[unit]):
-                    self._copy_files(pool, unit, digests)
+                    if isinstance(self._target, Bucket):
+                        self._send(self._target, unit, digests)
+                    else:
+                        self._copy_files(pool, unit, digests)
                 self._target.publish(unit, digests)
                 self.copied.append(unit.name)
 
@@ -253,6 +250,22 @@ class _Run:
         except Damaged:
             self.damaged = unit
             raise
+
+    def _send(self, target: Bucket, unit: Unit, digests: Mapping[str, Digest]) -> None:
+        """Has a bucket take a unit, which is checked while it is read."""
+        info = self._source.info(unit)
+        if info is None:
+            raise gone(self._source, unit)
+        target.take(
+            unit,
+            info,
+            self._source.spot(unit),
+            digests,
+            workers=self._workers,
+            on_bytes=lambda count: self._done(count, 0, files=0),
+        )
+        with self._lock:
+            self.file_count += len(digests)
 
     def _copy_files(
         self, pool: concurrent.futures.Executor, unit: Unit, digests: Mapping[str, Digest]
@@ -284,9 +297,9 @@ class _Run:
                 )
             self._done(expected.length, 0)
 
-    def _done(self, written: int, found: int) -> None:
+    def _done(self, written: int, found: int, *, files: int | None = None) -> None:
         with self._lock:
-            self.file_count += written > 0
+            self.file_count += written > 0 if files is None else files
             self.bytes_written += written
             self.bytes_found += found
             if self._progress is not None:
@@ -317,42 +330,12 @@ class _Memory:
 
 def _place(
     where: str | os.PathLike[str], endpoint: str | None, item: str = names.EMBEDDINGS_ITEM
-) -> Directory | ObjectStore:
+) -> Directory | Bucket:
     """What a path, a URL or a spec means."""
-    text = os.fspath(where)
-    if text.startswith("{"):
-        try:
-            spec = json.loads(text)
-        except ValueError as error:
-            raise OptionError(
-                f"{text}: expected a kvstore spec of TensorStore as JSON, found {error}"
-            ) from error
-        name = str(spec.get("path") or spec.get("driver", "store"))
-        return ObjectStore(folder_of(spec), name, item)
-    url = _SCHEME.match(text)
-    if url is None:
-        return Directory(Path(text).absolute(), item)
-    scheme = url[1].lower()
-    # Neither "#" nor "?" ends the name of a directory or of an object.
-    host, _, path = text[url.end() :].partition("/")
-    if scheme == "file":
-        if host not in ("", "localhost"):
-            raise OptionError(
-                f"{text}: expected file:/// and an absolute path, found the host {host!r}; write "
-                "three slashes, or give the path alone"
-            )
-        return Directory(Path("/", urllib.parse.unquote(path)), item)
-    if scheme not in ("s3", "gs"):
-        raise OptionError(
-            f"{text}: expected a path, or a URL with file://, gs:// or s3://, found {scheme}://;"
-            " give a kvstore spec of TensorStore as JSON for other stores"
-        )
-    spec = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": host}
-    if endpoint is not None:
-        if scheme != "s3":
-            raise OptionError(f"{text}: expected an s3:// URL beside an endpoint; leave that out")
-        spec["endpoint"] = endpoint
-    return ObjectStore(folder_of({**spec, "path": path.lstrip("/")}), text, item)
+    path = buckets.file_path(where)
+    if path is not None:
+        return Directory(path.absolute(), item)
+    return Bucket(where, endpoint, item)
 
 
 def _wanted(source: Place, steps: Collection[int] | None, all_steps: bool) -> list[int]:
@@ -376,36 +359,36 @@ def _units(source: Place, steps: Sequence[int], unusable: Collection[Unit]) -> d
     """What restoring the steps needs and which saves these are, in an order to copy them in."""
     found: dict[Unit, SaveId] = {}
     for step in steps:
-        found.update(_chain_units(source, str(step), unusable))
+        found.update(_chain_units(source, step, unusable))
     # A save needs none but of earlier steps, and the base that stands for itself.
-    order = sorted(found, key=lambda unit: (int(unit.step_dir), unit.item is None))
+    order = sorted(found, key=lambda unit: (unit.step, unit.item is None))
     return {unit: found[unit] for unit in order}
 
 
-def _chain_units(source: Place, step_dir: str, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
+def _chain_units(source: Place, step: int, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
     """The units of one chain."""
-    own = source.info(Unit(step_dir))
+    own = source.info(Unit(step))
     if own is None:
-        raise gone(source, Unit(step_dir))
-    with _standing(source, Unit(step_dir), own.save_id):
+        raise gone(source, Unit(step))
+    with _standing(source, Unit(step), own.save_id):
         return _chain_of(source, own, unusable)
 
 
 def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
     """The units of the chain of a step."""
-    units = {Unit(own.step_dir): own.save_id}
+    units = {Unit(int(own.step_dir)): own.save_id}
 
     def held(save: SaveInfo) -> SaveInfo:
         base = _base(source, save.step_dir, save.save_id, unusable)
         if base is None:
-            units[Unit(save.step_dir)] = save.save_id
+            units[Unit(int(save.step_dir))] = save.save_id
             return save
-        units[Unit(base.step_dir, source.item)] = base.save_id
+        units[Unit(int(base.step_dir), source.item)] = base.save_id
         return base
 
     def find(parent: ParentRef) -> SaveInfo | None:
         below = _base(source, parent.step_dir, parent.save_id, unusable)
-        below = below or source.info(Unit(parent.step_dir))
+        below = below or source.info(Unit(int(parent.step_dir)))
         return None if below is None else held(below)  # restore_chain names what is missing.
 
     target = held(own)
@@ -452,7 +435,7 @@ def _base(
     source: Place, step_dir: str, save_id: SaveId, unusable: Collection[Unit]
 ) -> SaveInfo | None:
     """The compacted base that stands for a save; one that is damaged stands for nothing."""
-    unit = Unit(step_dir, source.item)
+    unit = Unit(int(step_dir), source.item)
     if unit in unusable:
         return None
     try:

@@ -17,13 +17,13 @@ from deltackpt.errors import (
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.lease import epochs
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import Spot, spot
 from deltackpt.tiers.places import (
-    Unit,
     differs,
     digests_bytes,
     head_name,
@@ -62,9 +62,13 @@ class Directory:
         opened = Root.open(self._path, read_only=True)
         return collect.in_use(opened) if any(epochs(self._path)) else None
 
+    def spot(self, unit: Unit) -> Spot:
+        """See ``Place``."""
+        return spot(self._folder(unit))
+
     def info(self, unit: Unit) -> SaveInfo | None:
         """See ``Place``."""
-        step_dir, folder = self._path / unit.step_dir, self._folder(unit)
+        step_dir, folder = self._path / str(unit.step), self._folder(unit)
         if not folder.is_dir():
             return None
         try:
@@ -78,7 +82,7 @@ class Directory:
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """See ``Place``."""
-        return inventory.every_digest(spot(self._folder(unit)), unit.item or self.item)
+        return inventory.every_digest(self.spot(unit), unit.item or self.item)
 
     def read(self, unit: Unit, name: str) -> bytes:
         """See ``Place``."""

@@ -9,20 +9,16 @@ from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import (
-    ForeignDirectory,
     OptionError,
-    UnsupportedRoot,
 )
-from deltackpt.format import names
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import MOST_CLAIMS, State
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.opening import BucketSteps, find_item, open_steps
+from deltackpt.ledger.opening import BucketSteps, find_item, open_steps, refuse_foreign
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.storage import buckets, files
-from deltackpt.storage.store import Spot
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedBeside, StagedRoot
 
@@ -80,7 +76,7 @@ def open_root(
     if journal.state().entry.number:
         find_item(BucketSteps(journal, item), item)
     else:
-        _refuse_foreign(root)
+        refuse_foreign(root)
     buckets.probe(root)
     stage = _stage_of(where, tiers)
     old = check_stage(stage, place.url, tiers.endpoint)
@@ -139,22 +135,6 @@ def _stage_of(where: str | os.PathLike[str], tiers: Tiers) -> Stage:
             f"Tiers.stage: expected a directory of this node, found {tiers.stage}; give a path"
         )
     return Stage(path.absolute())
-
-
-def _refuse_foreign(root: Spot) -> None:
-    """A bucket without a journal must be empty: nobody knows what would be hidden, or swept."""
-    found = root.names()
-    if names.COPIED in found:
-        raise UnsupportedRoot(
-            f"{root}: expected a journal, or nothing, found copies with markers in "
-            f"{names.COPIED}/, as earlier versions made them; they can be read and copied "
-            "('deltackpt copy') to another place, which can be saved to"
-        )
-    if found:
-        raise ForeignDirectory(
-            f"{root}: expected an empty place, or a root of deltackpt, found {found[:5]}; give "
-            "another path in the bucket"
-        )
 
 
 def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> Orders | None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where copies lie: what directories and object stores have in common."""
+"""Where copies lie: what directories and buckets have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from deltackpt.errors import (
     Damaged,
@@ -14,26 +14,14 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
+from deltackpt.ledger.entries import Unit
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest
-
-
-class Unit(NamedTuple):
-    """A step, or the compacted base that stands for an item of it."""
-
-    step_dir: str
-    item: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Its path below a root."""
-        if self.item is None:
-            return self.step_dir
-        return f"{names.COMPACTED}/{self.step_dir}/{self.item}"
+from deltackpt.storage.store import Spot
 
 
 class Place(Protocol):
-    """Where units stand, of the steps that have one item of ours: a directory or an object store.
+    """Where units stand, of the steps that have one item of ours: a directory or a bucket.
 
     Methods are called from several threads. ``write`` makes nothing visible: ``publish`` does, by
     one action, and everything before it is on disk by then. All of them may be called again.
@@ -56,6 +44,10 @@ class Place(Protocol):
 
     def in_use(self) -> str | None:
         """Why a trainer may be at work there; None where none can be."""
+        ...
+
+    def spot(self, unit: Unit) -> Spot:
+        """The folder of a unit."""
         ...
 
     def info(self, unit: Unit) -> SaveInfo | None:
