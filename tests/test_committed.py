@@ -29,12 +29,12 @@ from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.upload import upload
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import digest_tree
 from deltackpt.storage.store import FileStore, Spot, spot
-from deltackpt.tiers.upload import upload
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_large_files_are_put_in_segments(run, tmp_path):
     for number, segment_bytes in enumerate((5_000, 3_335, 10_007, 10_006, 10_005, 2_000)):
         with (
             mock.patch.object(committed, "SEGMENT_BYTES", segment_bytes),
-            mock.patch("deltackpt.tiers.upload.SEGMENT_BYTES", segment_bytes),
+            mock.patch("deltackpt.ledger.upload.SEGMENT_BYTES", segment_bytes),
         ):
             ledger = Journal(root)
             ledger.claim()

@@ -28,17 +28,22 @@ _TERMINATED = 128 + signal.SIGTERM
     "  deltackpt doctor\n"
     "  deltackpt doctor /data/run-17\n"
     "  deltackpt doctor /data/run-17 --read-only\n"
+    "  deltackpt doctor s3://bucket/run-17\n"
     "  deltackpt doctor /data/run-17 --json | jq '.findings[] | select(.severity != \"ok\")'"
 )
-@click.argument("directory", required=False, type=click.Path(file_okay=False, readable=False))
+@click.argument("directory", metavar="[DIRECTORY|URL]", required=False)
 @click.option("--read-only", is_flag=True, help="Write nothing: measure neither fsync nor speed.")
+@arguments.endpoint
 @arguments.as_json
-def doctor(directory: str | None, read_only: bool, as_json: bool) -> None:
+def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json: bool) -> None:
     """Look for what may stand in the way of saves and restores, and say what to do.
 
     Of DIRECTORY: the file system and what survives a power cut on it, how long fsync takes, the
     speed of writing and reading, free space, what cut saves left, and who holds the lease. Of the
     machine and the installation: memory, huge pages, limits, versions.
+
+    Of a bucket: its journal, what cut uploads left, who claimed it, and, by a small object that is
+    removed again, that it refuses a conditional write of what is there.
 
     It writes some 64 MiB to a temporary directory inside DIRECTORY for a moment and removes it. A
     trainer may run meanwhile. Neither jax nor Orbax needs to be installed.
@@ -55,7 +60,7 @@ def doctor(directory: str | None, read_only: bool, as_json: bool) -> None:
     # As an exception it leaves nothing behind.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        findings = examination.examine(directory, read_only=read_only)
+        findings = examination.examine(directory, read_only=read_only, endpoint=endpoint)
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:

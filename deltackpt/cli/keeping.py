@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     "  deltackpt compact /data/run-17\n"
     "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
 )
-@arguments.directory
+@arguments.root
 @click.option("--step", type=arguments.STEP, help="Step to fold; the newest by default.")
 @arguments.item
+@arguments.endpoint
 @click.option("--workers", type=click.IntRange(min=1), help="Parts at a time; one per CPU.")
 @click.option(
     "--memory",
@@ -38,6 +39,7 @@ def compact(
     directory: str,
     step: int | None,
     item: str | None,
+    endpoint: str | None,
     workers: int | None,
     memory_bytes: int,
     as_json: bool,
@@ -53,11 +55,12 @@ def compact(
     with terminal.progress("folding", quiet=as_json) as progress:
         done = compaction.compact(
             directory,
-            item=_found_item(directory, item),
+            item=_found_item(directory, item, endpoint),
             step=step,
             workers=workers,
             memory_bytes=memory_bytes,
             progress=progress,
+            endpoint=endpoint,
         )
     if as_json:
         terminal.print_json(done)
@@ -156,8 +159,9 @@ def _chain_text(verdict: StepVerdict) -> str:
     "  deltackpt collect /data/run-17 --keep-last 10 --keep-every 10000\n"
     "  deltackpt collect /data/run-17 --rolled-back --offline"
 )
-@arguments.directory
+@arguments.root
 @arguments.item
+@arguments.endpoint
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--keep-last", type=click.IntRange(min=1), help="Keep so many of the newest steps.")
 @click.option("--keep-every", type=click.IntRange(min=1), help="Keep the multiples of this step.")
@@ -167,6 +171,7 @@ def _chain_text(verdict: StepVerdict) -> str:
 def collect(
     directory: str,
     item: str | None,
+    endpoint: str | None,
     dry_run: bool,
     keep_last: int | None,
     keep_every: int | None,
@@ -181,20 +186,30 @@ def collect(
     all that they need, and the newest.
 
     A trainer collects by itself. Where one may live, the exit code is 75 and nothing is removed.
-    Its lease must name a process of this host that has ended; --offline replaces that by your word.
+    Its lease must name a process of this host that has ended; --offline replaces that by your word,
+    which a bucket needs wherever somebody trained.
     A trainer that lives nevertheless can commit nothing more.
     """
     from deltackpt.upkeep import collect as collection
 
-    item = _found_item(directory, item)
+    item = _found_item(directory, item, endpoint)
     retention = collection.Retention(keep_last=keep_last, keep_every=keep_every)
     if dry_run:
         found = collection.collectable(
-            directory, item=item, retention=retention, rolled_back=rolled_back
+            directory,
+            item=item,
+            retention=retention,
+            rolled_back=rolled_back,
+            endpoint=endpoint,
         )
     else:
         found = collection.collect(
-            directory, item=item, retention=retention, rolled_back=rolled_back, offline=offline
+            directory,
+            item=item,
+            retention=retention,
+            rolled_back=rolled_back,
+            offline=offline,
+            endpoint=endpoint,
         )
     if as_json:
         terminal.print_json({"dry_run": dry_run, **terminal.plain(found)})
@@ -291,12 +306,20 @@ def copy(
     "  deltackpt plan /data/run-17\n"
     "  deltackpt plan /data/run-17 12000 --tables"
 )
-@arguments.directory
+@arguments.root
 @click.argument("step", type=arguments.STEP, required=False)
 @arguments.item
+@arguments.endpoint
 @click.option("--tables", is_flag=True, help="Also list what is read of each table.")
 @arguments.as_json
-def plan(directory: str, step: int | None, item: str | None, tables: bool, as_json: bool) -> None:
+def plan(
+    directory: str,
+    step: int | None,
+    item: str | None,
+    endpoint: str | None,
+    tables: bool,
+    as_json: bool,
+) -> None:
     """Show what a restore of STEP of DIRECTORY reads, and how long it should take.
 
     The time is measured here and now: at most about a second of reading, verifying, decoding and
@@ -305,7 +328,8 @@ def plan(directory: str, step: int | None, item: str | None, tables: bool, as_js
     """
     from deltackpt.upkeep import estimate
 
-    found = estimate.restore_plan(directory, step, item=_found_item(directory, item))
+    item = _found_item(directory, item, endpoint)
+    found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint)
     if as_json:
         told = terminal.plain(found)
         told["estimate"]["seconds"] = found.estimate.seconds

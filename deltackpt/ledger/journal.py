@@ -354,18 +354,9 @@ class Journal(JournalView):
         """
         state = self.check()
         count = 0
-        for folder in (entries.SAVES, entries.BASES):
-            at = self.root / folder
-            inside = f"{at.key}/"
-            over: list[str] = []
-            for key in at.store.keys(at.key):
-                parts = key.removeprefix(inside).split("/")
-                deep = 1 if folder == entries.SAVES else 2
-                prefix = "/".join([folder, *parts[:deep]])
-                if len(parts) > deep and self._is_over(state, prefix):
-                    over.append(key)
-            at.store.delete(over)
-            count += len(over)
+        for keys in self.left_over(state).values():
+            self.root.store.delete(keys)
+            count += len(keys)
         at = self.root / entries.PAGES
         named = {page.name for page in state.entry.pages}
         pages = (key.removeprefix(self._key("")) for key in at.store.keys(at.key))
@@ -377,6 +368,20 @@ class Journal(JournalView):
         at.store.delete(over)
         self._failed = {prefix for prefix in self._failed if not self._is_over(state, prefix)}
         return count + len(over)
+
+    def left_over(self, state: State) -> dict[str, list[str]]:
+        """Prefixes of uploads that no entry names, nor can any more, with the keys below them."""
+        found: dict[str, list[str]] = {}
+        for folder in (entries.SAVES, entries.BASES):
+            at = self.root / folder
+            inside = f"{at.key}/"
+            for key in at.store.keys(at.key):
+                parts = key.removeprefix(inside).split("/")
+                deep = 1 if folder == entries.SAVES else 2
+                prefix = "/".join([folder, *parts[:deep]])
+                if len(parts) > deep and self._is_over(state, prefix):
+                    found.setdefault(prefix, []).append(key)
+        return found
 
     def _is_over(self, state: State, prefix: str) -> bool:
         """Whether no entry names a prefix, and none can any more."""

@@ -16,12 +16,12 @@ from deltackpt.ledger.committed import Committed, Copied, Journaled
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import refuse_foreign
+from deltackpt.ledger.upload import Uploaded, upload
 from deltackpt.reading import saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Missing, Spot
 from deltackpt.tiers.places import differs, gone
-from deltackpt.tiers.upload import Uploaded, upload
 
 
 class Bucket:

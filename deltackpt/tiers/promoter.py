@@ -40,11 +40,11 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger import locks
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.upload import Pace, upload
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import buckets, files
 from deltackpt.storage.store import Spot, spot
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
-from deltackpt.tiers.upload import Pace, upload
 
 _logger = logging.getLogger(__name__)
 

@@ -27,16 +27,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from deltackpt.errors import Damaged, InUse, RestoreError, StorageError
+from deltackpt.errors import Damaged, InUse, RestoreError, StorageError, UnsupportedRoot
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import locks
 from deltackpt.ledger.directory import Root
+from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
 from deltackpt.ledger.leftovers import is_leftover
+from deltackpt.ledger.opening import BucketSteps, open_steps
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
-from deltackpt.storage import digests, files
+from deltackpt.storage import buckets, digests, files
+from deltackpt.storage.store import Spot, Stamp
 from deltackpt.upkeep import compact
 
 #: A trainer that changed something within this time may live.
@@ -120,23 +124,27 @@ def collectable(
     item: str = names.EMBEDDINGS_ITEM,
     retention: Retention = KEEP_ALL,
     rolled_back: bool = False,
+    endpoint: str | None = None,
 ) -> Collectable:
     """Finds what nothing needs; changes nothing.
 
     Args:
-      directory: root of the steps.
+      directory: root of the steps: a path, or the URL of a bucket.
       item: name of our item in them.
       retention: which steps stay.
       rolled_back: whether runs that a rollback moved aside may go.
+      endpoint: address of the server of a bucket, where it is not the service's own.
 
     Raises:
       ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
     """
+    if not buckets.is_path(directory):
+        return InBucket(directory, item, endpoint).look(retention, rolled_back, {})
     return _look(directory, item, retention, rolled_back, {})
 
 
-#: Folder of a save, its inode, and whether inside or beside our item, to what is wrong there.
-_Checked = dict[tuple[Path, int, bool], "Damaged | None"]
+#: Folder of a save, its stamp, and whether inside or beside our item, to what is wrong there.
+_Checked = dict[tuple[str, Stamp, bool], "Damaged | None"]
 
 
 def _look(
@@ -148,14 +156,15 @@ def _look(
 ) -> Collectable:
     opened = Root.open(directory, item=item, read_only=True)
     path = opened.path
-    found = [*_cut(path)]
+    found = [*_cut(opened.spot)]
     reason = in_use(opened)
     steps, notes = _Plan(opened, item, retention, checked).find()
     found += steps
     if rolled_back:
+        aside = opened.spot / names.ROLLED_BACK
         found += [
-            _removable(path, run.relative_to(path), "rollback", "a rollback moved it aside")
-            for run in _entries(path / names.ROLLED_BACK)
+            _removable(aside / run, "rollback", "a rollback moved it aside")
+            for run in aside.folders()
         ]
     gone = {entry.name for entry in found if entry.kind == "step"}
     kept = sorted(step for step in opened.steps() if str(step) not in gone)
@@ -175,15 +184,17 @@ def collect(
     retention: Retention = KEEP_ALL,
     rolled_back: bool = False,
     offline: bool = False,
+    endpoint: str | None = None,
 ) -> Collectable:
     """Removes what nothing needs; a cut at any moment leaves each step whole or gone.
 
     Args:
-      directory: root of the steps.
+      directory: root of the steps: a path, or the URL of a bucket.
       item: name of our item in them.
       retention: which steps stay.
       rolled_back: whether runs that a rollback moved aside may go.
       offline: the caller's word that no trainer is at work here.
+      endpoint: address of the server of a bucket, where it is not the service's own.
 
     Returns:
       What was removed.
@@ -195,15 +206,13 @@ def collect(
       ForeignDirectory, StorageError: the directory cannot be read or written.
     """
     checked: _Checked = {}
+    if not buckets.is_path(directory):
+        return InBucket(directory, item, endpoint).collect(retention, rolled_back, offline)
     opened = Root.open(directory, item=item, read_only=True)
     path = opened.path
     judged = max(epochs(path), default=0)
     first = _look(path, item, retention, rolled_back, checked)
-    if first.in_use is not None and not offline:
-        raise InUse(
-            f"{first.directory}: expected that no trainer is at work, found {first.in_use}; a "
-            "trainer collects by itself. Where you know that it has ended, collect with --offline"
-        )
+    _require_idle(first, offline)
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(path))
         if (path / names.COMPACTED).is_dir():
@@ -221,6 +230,89 @@ def collect(
     known = {removable.name for removable in found.removable}
     cut = tuple(entry for entry in first.removable if entry.name not in known and _is_cut(entry))
     return dataclasses.replace(found, removable=(*cut, *found.removable), in_use=first.in_use)
+
+
+def _require_idle(found: Collectable, offline: bool) -> None:
+    if found.in_use is not None and not offline:
+        raise InUse(
+            f"{found.directory}: expected that no trainer is at work, found {found.in_use}; a "
+            "trainer collects by itself. Where you know that it has ended, collect with --offline"
+        )
+
+
+class InBucket:
+    """What nothing needs of a bucket: its journal says what stands, and no time or clock.
+
+    Whoever collects claims the bucket, as whoever collects a directory takes its lease.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], item: str, endpoint: str | None):
+        """Opens a bucket.
+
+        Raises:
+          UnsupportedRoot: it has no journal, but copies of earlier versions.
+          StorageError: it cannot be read.
+        """
+        opened = open_steps(url, item=item, endpoint=endpoint)
+        if not isinstance(opened, BucketSteps):
+            raise UnsupportedRoot(
+                f"{opened}: expected a journal, found copies with markers, of which nothing is "
+                "collected; copy them to another place, then delete these with the tools of the "
+                "service"
+            )
+        self._opened = opened
+        self._journal = Journal(opened.journal.root)
+
+    def look(self, retention: Retention, rolled_back: bool, checked: _Checked) -> Collectable:
+        """Finds what nothing needs."""
+        state = self._journal.state()
+        found = [
+            Removable(name=prefix, kind="cut save", reason="it was never committed", nbytes=0)
+            for prefix in sorted(self._journal.left_over(state))
+        ]
+        steps, notes = _Plan(self._opened, self._opened.item, retention, checked).find()
+        found += steps
+        if rolled_back:
+            found += [
+                Removable(
+                    name=one.standing.prefix,
+                    kind="rollback",
+                    reason=f"run {one.run[:8]} went back behind it",
+                    nbytes=one.standing.stored_bytes,
+                )
+                for one in state.entry.rolled_back
+            ]
+        gone = {entry.name for entry in steps if entry.kind == "step"}
+        claim = state.claim
+        holds = None
+        if claim is not None and claim.began:
+            held = claim.lease
+            holds = f"it claimed by process {held.pid} on {held.host}, of which nothing is known"
+        return Collectable(
+            directory=str(self._opened),
+            removable=tuple(found),
+            kept=tuple(step for step in state.steps if str(step) not in gone),
+            notes=tuple(notes),
+            in_use=holds,
+        )
+
+    def collect(self, retention: Retention, rolled_back: bool, offline: bool) -> Collectable:
+        """Removes what nothing needs."""
+        checked: _Checked = {}
+        epoch = self._journal.state().epoch
+        first = self.look(retention, rolled_back, checked)
+        _require_idle(first, offline)
+        self._journal.claim(after_epoch=epoch)
+        found = self.look(retention, rolled_back, checked)
+        names_gone = {one.name for one in found.removable if one.kind in ("step", "compacted base")}
+        state = self._journal.known
+        self._journal.retire(
+            {unit: one.save_id for unit, one in state.standings.items() if unit.name in names_gone}
+        )
+        if rolled_back:
+            self._journal.forget_rolled_back()
+        self._journal.sweep()
+        return dataclasses.replace(found, in_use=first.in_use)
 
 
 @contextlib.contextmanager
@@ -275,26 +367,25 @@ def _remove_empty(path: Path, item: str) -> None:
                 folder.rmdir()
 
 
-def _cut(path: Path) -> Iterator[Removable]:
+def _cut(at: Spot) -> Iterator[Removable]:
     """What cut saves, deletions and compactions left."""
-    for name in sorted(os.listdir(path)):
+    for name in sorted(os.listdir(at)):
         if is_leftover(name):
-            yield _removable(path, Path(name), "cut save", "it was never committed")
-    for entry in (one for trash in _entries(path / names.TRASH) for one in _entries(trash)):
-        yield _removable(path, entry.relative_to(path), "cut deletion", "it was being deleted")
-    for entry in _entries(path / names.COMPACTED):
-        if names.is_compaction(entry.name):
-            yield _removable(
-                path, entry.relative_to(path), "cut compaction", "it was never published"
-            )
+            yield _removable(at / name, "cut save", "it was never committed")
+    trash, bases = at / names.TRASH, at / names.COMPACTED
+    for folder in (trash / one for one in trash.folders()):
+        for name in folder.folders():
+            yield _removable(folder / name, "cut deletion", "it was being deleted")
+    for name in filter(names.is_compaction, bases.folders()):
+        yield _removable(bases / name, "cut compaction", "it was never published")
 
 
 class _Plan:
     """What may go of the steps, and of the compacted bases."""
 
-    def __init__(self, opened: Root, item: str, retention: Retention, checked: _Checked):
+    def __init__(self, opened: Steps, item: str, retention: Retention, checked: _Checked):
         self._root = opened
-        self._path = opened.path
+        self._at = opened.spot
         self._item = item
         self._retention = retention
         self._checked = checked
@@ -336,19 +427,19 @@ class _Plan:
 
     def _steps(self, steps: Sequence[int]) -> Iterator[Removable]:
         for step in steps:
-            yield _removable(self._path, Path(str(step)), "step", "no step that is kept needs it")
+            yield _removable(self._at / str(step), "step", "no step that is kept needs it")
 
     def _removable_bases(self, bases: Sequence[str]) -> Iterator[Removable]:
         for name in bases:
-            below = names.compacted_dir(self._path / name, self._item).relative_to(self._path)
-            yield _removable(self._path, below, "compacted base", "no chain ends in it")
+            at = names.compacted_dir(self._at / name, self._item)
+            yield _removable(at, "compacted base", "no chain ends in it")
 
     def _bases(self) -> Mapping[str, SaveInfo]:
         """Compacted bases by the names of their steps; those that cannot be read stay."""
         bases = {}
-        for name in saves.compacted_bases(self._path, self._item):
+        for name in saves.compacted_bases(self._at, self._item):
             try:
-                bases[name] = saves.read_base(self._path / name, self._item).info
+                bases[name] = saves.read_base(self._at / name, self._item).info
             except (RestoreError, StorageError) as error:
                 self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {error}")
         return bases
@@ -361,7 +452,7 @@ class _Plan:
         live = chain.live_set(ids, infos.values(), (), _ids(bases.values()))
         steps = {step for step, info in infos.items() if info.save_id in live}
         for item in self._other_items(infos):
-            others = Root.open(self._path, item=item, read_only=True).saves()
+            others = Steps(self._at, item).saves()
             if any(info is None and self._holds(step, item) for step, info in others.items()):
                 return frozenset(infos)  # What its chains need is not known.
             known = {step: info for step, info in others.items() if info is not None}
@@ -371,12 +462,15 @@ class _Plan:
         return frozenset(steps) & frozenset(infos)
 
     def _other_items(self, steps: Collection[int]) -> set[str]:
-        pattern = f"*/{names.manifest_name(0)}"
-        found = (path for step in steps for path in (self._path / str(step)).glob(pattern))
-        return {path.parent.name for path in found} - {self._item}
+        folders = (self._at / str(step) / name for step in steps for name in self._folders(step))
+        found = (at.name for at in folders if (at / names.manifest_name(0)).is_file())
+        return {*found} - {self._item}
+
+    def _folders(self, step: int) -> list[str]:
+        return (self._at / str(step)).folders()
 
     def _holds(self, step: int, item: str) -> bool:
-        return (self._path / str(step) / item).is_dir()
+        return (self._at / str(step) / item).is_dir()
 
     def _keeps_an_intact_chain(
         self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
@@ -385,13 +479,13 @@ class _Plan:
         by_id = {info.save_id: info for info in infos.values()}
         replaced = _ids(bases.values())
         for step in sorted(keep, reverse=True):
-            damage = self._damage(self._path / str(step), inside=False)
+            damage = self._damage(self._at / str(step), inside=False)
             info: SaveInfo | None = infos[step]
             still = math.inf
             while damage is None and info is not None:
                 if info.save_id in replaced:
                     return True  # The base was checked before.
-                damage = self._damage(self._path / info.step_dir)
+                damage = self._damage(self._at / info.step_dir)
                 still = info.still(still)
                 if damage is None and (info.parent is None or not still):
                     return True
@@ -404,18 +498,18 @@ class _Plan:
         return False
 
     def _is_damaged_base(self, name: str) -> bool:
-        damage = self._damage(self._path / names.COMPACTED / name)
+        damage = self._damage(self._at / names.COMPACTED / name)
         if damage is not None:
             self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {damage}")
         return damage is not None
 
-    def _damage(self, folder: Path, *, inside: bool = True) -> Damaged | None:
+    def _damage(self, folder: Spot, *, inside: bool = True) -> Damaged | None:
         """The first thing that is wrong with our item in a step, or with all that is beside it."""
-        shown = folder.relative_to(self._path).as_posix()
-        try:
-            key = (folder, (folder / self._item).stat().st_ino, inside)
-        except FileNotFoundError:
+        shown = folder.below(self._at)
+        stamp = (folder / self._item).stamp()
+        if stamp is None:
             return Damaged(shown, "a save", "none: it was removed meanwhile")
+        key = (shown, stamp, inside)
         if key not in self._checked:
             found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
             below = f"{self._item}/"
@@ -450,10 +544,11 @@ def in_use(opened: Root) -> str | None:
         return f"{holder}, of which nothing is known here"
     if lease.runs:
         return f"{holder}, which lives"
+    unfinished = (_changed(path / one.name) for one in _cut(opened.spot))
     changes = {
         "a lease": _own_change(path / names.lease_name(lease.epoch)),
         "a newest step": _own_change(path / str(opened.newest_step())),
-        "something unfinished": max((_changed(path / one.name) for one in _cut(path)), default=0.0),
+        "something unfinished": max(unfinished, default=0.0),
     }
     what, changed = max(changes.items(), key=lambda one: one[1])
     quiet = time.time() - changed
@@ -491,6 +586,6 @@ def _changed(directory: Path) -> float:
     return newest
 
 
-def _removable(root: Path, name: Path, kind: Kind, reason: str) -> Removable:
-    nbytes = files.tree_bytes(root / name)
-    return Removable(name=name.as_posix(), kind=kind, reason=reason, nbytes=nbytes)
+def _removable(at: Spot, kind: Kind, reason: str) -> Removable:
+    """Something whose place in its store is its name."""
+    return Removable(name=at.key, kind=kind, reason=reason, nbytes=at.tree_bytes())

@@ -18,7 +18,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,19 +28,30 @@ from pathlib import Path
 
 from deltackpt.errors import (
     AlreadyCompacting,
+    BrokenChain,
     Damaged,
+    FencedError,
     OptionError,
     OutOfSpace,
     StepNotFound,
+    TargetDiffers,
+    UnsupportedRoot,
 )
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import locks
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import saves
+from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.opening import BucketSteps, open_steps
+from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.upload import upload
+from deltackpt.reading import inventory, saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.resources import priority
-from deltackpt.storage import files, parts
+from deltackpt.storage import buckets, files, parts
+from deltackpt.storage.store import spot
 from deltackpt.upkeep.fold import Folded, fold, least_memory_bytes, ready
 from deltackpt.upkeep.plan import Plan, chain, plan, standing
 
@@ -81,11 +94,15 @@ def compact(
     memory_bytes: int = MEMORY_BYTES,
     progress: Progress | None = None,
     fold_all: FoldAll | None = None,
+    endpoint: str | None = None,
 ) -> Compacted | None:
     """Folds the chain of a step into a new base, beside trainers and readers of the directory.
 
+    The chain of a bucket is fetched to temporary files first, and the base is put there. No lock
+    is needed: whoever comes second finds the base.
+
     Args:
-      directory: root of the steps.
+      directory: root of the steps: a path, or the URL of a bucket.
       item: name of our item in them.
       step: the step; the newest by default.
       workers: how many parts are folded at a time; one for each CPU by default, fewer where the
@@ -93,6 +110,7 @@ def compact(
       memory_bytes: most memory of all workers together.
       progress: called with bytes folded and bytes in all, from any thread.
       fold_all: folds the parts; by default threads do, at a lowered priority.
+      endpoint: address of the server of a bucket, where it is not the service's own.
 
     Returns:
       What was done; None where the step is a base alone.
@@ -103,13 +121,28 @@ def compact(
       StepGone: retention removed the step meanwhile.
       Damaged, BrokenChain: the chain is not intact.
       OptionError: the memory does not suffice for one worker.
+      FencedError: a trainer has taken the bucket meanwhile; compact again.
+      UnsupportedRoot: the bucket has no journal, but copies of earlier versions.
       OutOfSpace, StorageError: the store refused. Whatever is raised, nothing was published.
     """
     started = time.perf_counter()
     if workers is not None and workers < 1:
         raise OptionError(f"workers: expected at least 1, found {workers}")
+    path = buckets.file_path(directory)
+    if path is None:
+        opened = open_steps(directory, item=item, endpoint=endpoint)
+        folded = functools.partial(
+            compact,
+            item=item,
+            workers=workers,
+            memory_bytes=memory_bytes,
+            progress=progress,
+            fold_all=fold_all,
+        )
+        done = _compact_in_bucket(opened, item, step, folded)
+        return done and dataclasses.replace(done, seconds=time.perf_counter() - started)
     wanted = workers or len(os.sched_getaffinity(0))
-    root = Path(directory).absolute()
+    root = path.absolute()
     with exclusive(root):
         planned = plan(root, item=item, step=step, parts=wanted)
         if planned is None:
@@ -129,6 +162,62 @@ def compact(
         bytes_written=sum(part.bytes_written for part in folded),
         seconds=time.perf_counter() - started,
     )
+
+
+def _compact_in_bucket(
+    opened: Steps, item: str, step: int | None, fold_chain: Callable[..., Compacted | None]
+) -> Compacted | None:
+    """Compacts a step of a bucket, in a directory that holds its chain for as long.
+
+    Args:
+      opened: the steps of the bucket.
+      item: name of our item in them.
+      step: the step; the newest by default.
+      fold_chain: compacts a step of a directory.
+    """
+    if not isinstance(opened, BucketSteps):
+        raise UnsupportedRoot(
+            f"{opened}: expected a journal, found copies with markers, to which nothing is added; "
+            "copy them to another place, and compact there"
+        )
+    step = opened.newest_step() if step is None else step
+    if step is None:
+        raise StepNotFound(f"{opened}: expected committed steps, found none; check the URL")
+    at = opened.at(step)
+    with tempfile.TemporaryDirectory(prefix="deltackpt-compact-") as scratch:
+        folder = Path(scratch)
+        with saves.standing(at, during="compacted", instead="compact"):
+            found = saves.read_chain(at, item)
+            if len(found) == 1:
+                return None
+            held = at.store
+            assert isinstance(held, Committed)
+            for save in found:
+                target = folder / save.item_dir.key
+                target.mkdir(parents=True)
+                held.fetch(save.item_dir.key, target)
+        done = fold_chain(folder, step=step)
+        if done is not None:
+            _put_base(Journal(opened.journal.root), folder, Unit(step, item))
+        return done
+
+
+def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
+    """Commits the compacted base in a directory to a bucket; nothing where one stands there."""
+    assert unit.item is not None
+    journal.resume()
+    source = spot(folder / unit.name)
+    prefix = journal.prefix(unit)
+    try:
+        put = upload(source, inventory.every_digest(source, unit.item), journal.root / prefix)
+        info = saves.read_base(folder / str(unit.step), unit.item).info
+        standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+        stands = journal.commit(standing).prefix == prefix
+    except (FencedError, BrokenChain, TargetDiffers):
+        journal.delete([prefix])
+        raise
+    if not stands:
+        journal.delete([prefix])
 
 
 @contextlib.contextmanager

@@ -13,14 +13,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import reader, saves
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import StoredRows
@@ -28,6 +27,7 @@ from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.targets import Targets
 from deltackpt.resources import memory
 from deltackpt.storage import digests
+from deltackpt.storage.store import Spot
 
 #: Most stored bytes, and about the most time, that are spent on sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -141,24 +141,26 @@ def restore_plan(
     step: int | None = None,
     *,
     item: str = names.EMBEDDINGS_ITEM,
+    endpoint: str | None = None,
 ) -> RestorePlan:
     """Finds what a restore of a step would read, and measures how long it should take.
 
     Args:
-      directory: root of the steps.
+      directory: root of the steps: a path, or the URL of a bucket.
       step: the step; the newest by default.
       item: name of our item in it.
+      endpoint: address of the server of a bucket, where it is not the service's own.
 
     Raises:
       StepNotFound: there is no such step.
       StepGone: it was removed meanwhile.
       RestoreError: what else is wrong with what was looked at of its chain.
     """
-    opened = Root.open(directory, item=item, read_only=True)
+    opened = open_steps(directory, item=item, endpoint=endpoint)
     step = opened.newest_step() if step is None else step
     if step is None:
-        raise StepNotFound(f"{opened.path}: expected committed steps, found none; check the path")
-    step_dir = opened.step_dir(step)
+        raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+    step_dir = opened.at(step)
     with saves.standing(step_dir, instead="ask for"):
         started = time.perf_counter()
         walked = saves.read_chain(step_dir, item)
@@ -171,7 +173,7 @@ def restore_plan(
 
 
 def _plan(
-    step: int, saves: Sequence[StoredSave], dense: Mapping[Path, int], records_secs: float
+    step: int, saves: Sequence[StoredSave], dense: Mapping[Spot, int], records_secs: float
 ) -> RestorePlan:
     """The plan of a step whose records were read in so many seconds."""
     sizes = {save.name: _array_bytes(save) for save in saves}
@@ -288,16 +290,14 @@ def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]
     return {name: held.stop - held.start for name, held in slices.items()}
 
 
-def _dense_files(step_dir: Path, item: str) -> dict[Path, int]:
+def _dense_files(step_dir: Spot, item: str) -> dict[Spot, int]:
     """Files of the other items of a step, and their bytes."""
-    return {
-        path: path.stat().st_size
-        for path in sorted(step_dir.rglob("*"))
-        if path.is_file() and path.relative_to(step_dir).parts[0] != item
-    }
+    inside = f"{item}/"
+    names = [name for name in step_dir.keys() if not name.startswith(inside)]
+    return {step_dir / name: (step_dir / name).length() for name in names}
 
 
-def _dense_secs(dense: Mapping[Path, int]) -> float:
+def _dense_secs(dense: Mapping[Spot, int]) -> float:
     """Time that checking the dense files takes: that of some, by bytes."""
     started, read = time.perf_counter(), 0
     for path, nbytes in dense.items():

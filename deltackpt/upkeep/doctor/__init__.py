@@ -39,12 +39,15 @@ from deltackpt.upkeep.doctor.machine import (
     processors_finding,
     shared_memory_finding,
 )
-from deltackpt.upkeep.doctor.steps import content_findings
+from deltackpt.upkeep.doctor.steps import bucket_findings, content_findings
 from deltackpt.upkeep.doctor.versions import checksum_findings, version_findings
 
 
 def examine(
-    directory: str | os.PathLike[str] | None = None, *, read_only: bool = False
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    read_only: bool = False,
+    endpoint: str | None = None,
 ) -> tuple[Finding, ...]:
     """Looks at a directory of checkpoints, the machine and the installed packages.
 
@@ -53,13 +56,21 @@ def examine(
     Args:
       directory: root of the steps, or where they are to be; None for the machine alone.
       read_only: write nothing, so measure nothing that needs writing.
+      endpoint: address of the server of a bucket, where it is not the service's own.
 
     Returns:
       What was found; the directory first.
     """
     found: list[Finding] = []
     if directory is not None:
-        found += _examine_directory(os.fspath(directory), read_only=read_only)
+        where = os.fspath(directory)
+        scheme = SCHEME.match(where)
+        # What reads buckets may be missing, and is not needed for a directory.
+        if scheme is not None and not scheme[0].lower().startswith("file:"):
+            look = functools.partial(bucket_findings, where, read_only=read_only, endpoint=endpoint)
+            found += _unless_missing("directory", "bucket", look)
+        else:
+            found += _examine_directory(where, read_only=read_only)
     found += [memory_finding(), shared_memory_finding(), open_files_finding(), processors_finding()]
     found += _unless_missing("machine", "huge pages", huge_page_findings)
     found += version_findings()

@@ -20,6 +20,71 @@ from deltackpt.upkeep.doctor.findings import (
 )
 
 
+def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
+    """What holds of a bucket: its journal, steps, leftovers and claim, and how quickly it answers.
+
+    Unless nothing may be written, that the service refuses a conditional write of what is there.
+    """
+    from deltackpt.ledger.journal import Journal
+    from deltackpt.ledger.opening import refuse_foreign
+    from deltackpt.storage import buckets
+
+    try:
+        root = buckets.place(url, endpoint=endpoint).open()
+        journal, started = Journal(root), time.perf_counter()
+        state = journal.state()
+        secs = time.perf_counter() - started
+        if not state.entry.number:
+            refuse_foreign(root)
+        left = journal.left_over(state)
+        if not read_only:
+            buckets.probe(root)
+    except (DeltackptError, OSError) as error:
+        yield Finding(
+            area="directory",
+            subject="bucket",
+            severity="problem",
+            found=str(error),
+            meaning="Neither a trainer nor a reader can open it, or a trainer's commits can fail.",
+        )
+        return
+    commits = "not tried, since nothing is to be written" if read_only else "as commits need them"
+    yield Finding(
+        area="directory",
+        subject="bucket",
+        severity="ok",
+        found=f"{root}: its journal was read in {secs * 1e3:.0f} ms; conditional writes {commits}",
+        figures={"journal_secs": secs, "entry": state.entry.number},
+    )
+    steps = [*state.steps]
+    yield Finding(
+        area="directory",
+        subject="steps",
+        severity="ok",
+        found=f"{len(steps)} committed{f', newest {steps[-1]}' if steps else ''}",
+        figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
+    )
+    count = sum(map(len, left.values()))
+    yield Finding(
+        area="directory",
+        subject="leftovers",
+        severity="note" if left else "ok",
+        found=f"{count} objects of {len(left)} uploads that were cut off" if left else "none",
+        meaning="The next trainer deletes them." if left else "",
+        figures={"objects": count},
+    )
+    claim = state.claim
+    yield Finding(
+        area="directory",
+        subject="claim",
+        severity="ok",
+        found="nobody ever trained here"
+        if claim is None
+        else f"epoch {claim.lease.epoch}, by process {claim.lease.pid} on {claim.lease.host}, "
+        f"{ago_text(time.time() - claim.lease.since_secs)}",
+    )
+
+
 def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     """Steps, leftovers and the lease."""
     from deltackpt.ledger.directory import Root
