@@ -15,12 +15,16 @@ import pytest
 import servers
 from command import run as command
 from test_compact import manager, write_chain
+from test_follower import held_regions
 
 from deltackpt import inspect
 from deltackpt.errors import BrokenChain, FencedError, InUse, StepNotFound, UnsupportedRoot
+from deltackpt.format import names
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.options import Tiers
+from deltackpt.reading import reader, saves
+from deltackpt.standby.follower import Follower
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Spot
 from deltackpt.tiers.copy import copy
@@ -225,6 +229,32 @@ def test_plan_and_doctor_look_at_a_bucket(run, server, bucket):
     assert not [key for key in opened(url, server).keys() if "probe" in key]
     missing = command("doctor", "s3://no-such-bucket/run", "--endpoint", server.endpoint)
     assert missing.returncode == 1
+
+
+def test_a_follower_holds_what_a_bucket_holds(run, server, tmp_path):
+    root, _ = run
+    url = server.bucket(f"bucket{next(_numbers)}") + "/run"
+    copy(root, url, steps=[1], endpoint=server.endpoint)
+    follower = Follower(url, item=names.EMBEDDINGS_ITEM, endpoint=server.endpoint)
+    assert follower.advance() and not follower.advance()
+    copy(root, url, steps=[3], endpoint=server.endpoint)
+    assert follower.newest_step() == 3
+    assert follower.advance()
+    holding = follower.holding
+    assert holding is not None and holding.save.step_dir == "3"
+    assert 0 < holding.lag_secs < 3600 * 24
+    compact(url, step=3, endpoint=server.endpoint)
+    assert not follower.advance()
+    Journal(opened(url, server)).claim()
+    journal = Journal(opened(url, server))
+    journal.resume()
+    journal.roll_back(1, "d" * 32)
+    assert follower.advance()
+    assert follower.holding is not None and follower.holding.save.step_dir == "1"
+    expected = reader.restore_tables(saves.read_chain(root / "1")).fields
+    for table, field, first, rows in held_regions(follower):
+        wanted = expected[table][field][first : first + len(rows)]
+        assert rows.tobytes() == np.asarray(wanted).tobytes(), (table, field)
 
 
 def test_old_copies_are_not_changed(run, server, tmp_path):

@@ -41,13 +41,14 @@ def group() -> None:
 @group.command(
     epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
-@arguments.directory
+@arguments.root
 @_address
 @_item
 @click.option("--shards", type=int, help="Members that share the rows; the nodes by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
 @click.option("--memory", "memory_bytes", type=arguments.Size(), help="Most memory of a member.")
 @click.option("--compact-after", type=int, help="Fold chains of that many deltas.")
+@arguments.endpoint
 @click.option("--wait", "wait_secs", type=float, help="Wait so many seconds until it is ready.")
 @arguments.as_json
 def start(
@@ -71,7 +72,7 @@ def start(
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
-@arguments.directory
+@arguments.root
 @_address
 @_item
 @arguments.as_json
@@ -89,7 +90,7 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
-@arguments.directory
+@arguments.root
 @_address
 @_item
 @arguments.as_json

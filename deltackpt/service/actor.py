@@ -138,14 +138,15 @@ class RestoreActor:
                         shard=self._member.shard,
                         shards=self._member.shards,
                         memory_bytes=self._options.memory_bytes,
+                        endpoint=self._options.endpoint,
                     )
                 self._follower.advance()
-                self._error, rest = None, self._options.poll_secs
+                self._error, rest = None, self._options.rest_secs(self._directory)
             except Exception as error:
                 # Whatever it is, a later look may find it mended; until then it is told.
                 if str(error) != str(self._error):
                     _logger.warning("%s of %s", self._member, self._directory, exc_info=True)
                 self._error, rest = (
                     without_frames(error),
-                    min(_REST_SECS, 2 * rest + self._options.poll_secs),
+                    min(_REST_SECS, 2 * rest + self._options.rest_secs(self._directory)),
                 )

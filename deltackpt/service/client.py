@@ -8,7 +8,6 @@ import dataclasses
 import os
 import random
 import time
-from pathlib import Path
 
 import ray
 import ray.exceptions
@@ -27,6 +26,7 @@ from deltackpt.service import calls, names, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Description
 from deltackpt.service.reading import reading
+from deltackpt.storage import buckets
 
 _ASK_AGAIN_SECS = 0.05
 _DESCRIBE_SECS = 5.0
@@ -91,7 +91,7 @@ class RestoreService:
 
     def __init__(self, directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM):
         """See ``service.connect``."""
-        self.directory = os.fspath(Path(directory).absolute())
+        self.directory = names.root_name(directory)
         self.item = item
         self._key = names.key(directory, item)
 
@@ -114,8 +114,8 @@ class RestoreService:
           ServiceUnavailable: no replica of a shard that is needed holds the save in time.
           ServiceMismatch: the service is of another directory, run or version.
         """
-        place = os.path.realpath(self.directory), self.item
-        if place != (os.path.realpath(save.step_dir.parent), save.item):
+        place = _resolved(self.directory), self.item
+        if place != (_resolved(str(save.step_dir.parent)), save.item):
             raise ServiceMismatch(
                 f"{self}: expected the service of {save.step_dir.parent}, item {save.item!r}, "
                 "found that of another directory; connect() to the directory of the manager"
@@ -269,3 +269,8 @@ def _compactor_says(key: str, timeout_secs: float) -> str | None:
         return None
     except ray.exceptions.RayError as error:
         return calls.shown(error)
+
+
+def _resolved(root: str) -> str:
+    """A root as every path to it is resolved; a URL is what it is."""
+    return root if buckets.is_url(root) else os.path.realpath(root)

@@ -17,11 +17,13 @@ import ray
 import ray.exceptions
 
 from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.reader import Progress
 from deltackpt.resources import priority
 from deltackpt.service.options import ServiceOptions
+from deltackpt.storage import buckets
 from deltackpt.upkeep import compact
 from deltackpt.upkeep.compact import Compacted, Folded, Plan
 
@@ -50,7 +52,7 @@ class Compactor:
         os.nice(options.nice)
         self._directory, self._shards, self._options = directory, shards, options
         self._after = options.compact_after
-        self._root: Root | None = None
+        self._root: Steps | None = None
         self._looked: int | None = None
         self._says = "looks"
         self._stopping = threading.Event()
@@ -67,7 +69,7 @@ class Compactor:
         self._thread.join(_STOP_SECS)
 
     def _run(self) -> None:
-        rest = least = _RARER * self._options.poll_secs
+        rest = least = _RARER * self._options.rest_secs(self._directory)
         while not self._stopping.wait(rest):
             try:
                 self._look()
@@ -85,12 +87,14 @@ class Compactor:
     def _look(self) -> None:
         """Folds the newest step where its chain is long enough; looks at each step once."""
         if self._root is None:
-            self._root = Root.open(self._directory, item=self._options.item, read_only=True)
+            self._root = open_steps(
+                self._directory, item=self._options.item, endpoint=self._options.endpoint
+            )
         newest = self._root.newest_step()
         if newest is None or newest == self._looked:
             return
         self._looked = newest
-        read = saves.read_chain(self._root.step_dir(newest), self._options.item)
+        read = saves.read_chain(self._root.at(newest), self._options.item)
         deltas = sum(save.info.kind == "delta" for save in read)
         if deltas >= self._after:
             self._says = f"folds step {newest}"
@@ -100,7 +104,9 @@ class Compactor:
                 step=newest,
                 workers=self._shards,
                 memory_bytes=self._options.compact_memory_bytes,
-                fold_all=_by_tasks,
+                # What is fetched from a bucket is on this node alone.
+                fold_all=None if buckets.is_url(self._directory) else _by_tasks,
+                endpoint=self._options.endpoint,
             )
             self._says = _told(done)
 

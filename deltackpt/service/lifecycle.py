@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +20,7 @@ from deltackpt.service.client import RestoreService
 from deltackpt.service.compactor import Compactor
 from deltackpt.service.names import Member
 from deltackpt.service.options import ServiceOptions
+from deltackpt.storage import buckets
 
 _START_SECS = 30.0
 _STOP_SECS = 15.0
@@ -39,7 +39,8 @@ def start(
     over the nodes in that order do.
 
     Args:
-      directory: root of the steps, as every node sees it; made where it does not exist yet.
+      directory: root of the steps, as every node sees it, made where it does not exist yet; or
+        the URL of a bucket.
       options: how.
 
     Raises:
@@ -50,17 +51,20 @@ def start(
     """
     options = options or ServiceOptions()
     nodes = _nodes()
-    path = Path(directory).absolute()
-    if path.is_dir():
-        Root.open(path, item=options.item, read_only=True).close()
+    root = names.root_name(directory)
+    if buckets.is_url(root):
+        # There may be nothing in it yet.
+        buckets.place(root, endpoint=options.endpoint).open()
+    elif os.path.isdir(root):
+        Root.open(root, item=options.item, read_only=True).close()
     else:
-        path.mkdir(parents=True)
-    key = names.key(path, options.item)
+        os.makedirs(root)
+    key = names.key(root, options.item)
     running = {member.shards for member in names.members(key)}
     count = options.shards or (running.pop() if len(running) == 1 else len(nodes))
     if running - {count}:
         raise ServiceMismatch(
-            f"service of {path}: expected {count} shards, found members of {sorted(running)}; stop "
+            f"service of {root}: expected {count} shards, found members of {sorted(running)}; stop "
             "it first: deltackpt.service.stop(directory)"
         )
     if options.replicas > len(nodes):
@@ -79,17 +83,17 @@ def start(
                     member.name, nodes[(shard + replica) % len(nodes)], options.memory_bytes
                 ),
                 max_concurrency=4,
-            ).remote(str(path), member, options)
+            ).remote(root, member, options)
             created.append(handle.describe.remote())
     if options.compact_after is not None:
         compactor: Any = ray.remote(Compactor)
         handle = compactor.options(
             **_standing(names.compactor_name(key), nodes[-1]), max_concurrency=2
-        ).remote(str(path), count, options)
+        ).remote(root, count, options)
         created.append(handle.describe.remote())
     # A detached actor whose driver ends before it was created is forgotten.
     ray.wait(created, num_returns=len(created), timeout=_START_SECS)
-    return RestoreService(path, options.item)
+    return RestoreService(root, options.item)
 
 
 def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM) -> int:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import ray
 import ray.util
 
+from deltackpt.storage import buckets
+
 #: Ray's namespace of all our actors.
 NAMESPACE = "deltackpt"
 _MEMBER = re.compile(r"restore/([0-9a-f]+)/(\d+)-of-(\d+)/(\d+)")
@@ -36,8 +38,14 @@ class Member(NamedTuple):
 
 def key(directory: str | os.PathLike[str], item: str) -> str:
     """What names of one service have in common: of one item of one directory."""
-    path = os.fspath(Path(directory).absolute())
-    return hashlib.sha256(f"{path}\0{item}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{root_name(directory)}\0{item}".encode()).hexdigest()[:16]
+
+
+def root_name(directory: str | os.PathLike[str]) -> str:
+    """How a root is named: a path from the top, or a URL."""
+    if buckets.is_path(directory):
+        return os.fspath(Path(buckets.file_path(directory) or "").absolute())
+    return buckets.place(directory).url
 
 
 def compactor_name(service: str) -> str:

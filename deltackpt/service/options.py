@@ -7,6 +7,9 @@ import dataclasses
 
 from deltackpt.errors import OptionError
 from deltackpt.format import names
+from deltackpt.storage import buckets
+
+_DIRECTORY_SECS, _BUCKET_SECS = 0.1, 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,21 +22,24 @@ class ServiceOptions:
       replicas: how many members, on different nodes, hold the same rows.
       memory_bytes: most memory of one member. Ray is told, and places members where so much is
         free; by default a member takes what its node has.
-      poll_secs: how often a member looks for a new step: one listing of the directory.
+      poll_secs: how often a member looks for a new step: one listing of the root; by default 0.1
+        s for a directory, and 5 s for a bucket, whose listings are paid for.
       compact_after: fold a chain of that many deltas into a new base, in the background; None
         leaves chains as they are.
       compact_memory_bytes: memory for that, of all shares together.
       nice: how far the members yield the processors to others, 0 to 19.
+      endpoint: address of the server of a bucket, where it is not the service's own.
     """
 
     item: str = names.EMBEDDINGS_ITEM
     shards: int | None = None
     replicas: int = 1
     memory_bytes: int | None = None
-    poll_secs: float = 0.1
+    poll_secs: float | None = None
     compact_after: int | None = None
     compact_memory_bytes: int = 1 << 30
     nice: int = 10
+    endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -49,8 +55,14 @@ class ServiceOptions:
                 raise OptionError(
                     f"ServiceOptions.{name}: expected at least {least}, found {found!r}"
                 )
-        if not self.poll_secs > 0:
+        if self.poll_secs is not None and not self.poll_secs > 0:
             raise OptionError(
                 "ServiceOptions.poll_secs: expected a positive number of seconds, found "
                 f"{self.poll_secs!r}"
             )
+
+    def rest_secs(self, root: str) -> float:
+        """How long to rest between two looks at a root."""
+        if self.poll_secs is not None:
+            return self.poll_secs
+        return _BUCKET_SECS if buckets.is_url(root) else _DIRECTORY_SECS

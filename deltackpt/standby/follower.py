@@ -16,10 +16,10 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -31,10 +31,11 @@ from deltackpt.errors import (
     TooLittleMemory,
     without_frames,
 )
+from deltackpt.format import names
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import merge, reader, saves
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import Read
@@ -45,7 +46,7 @@ from deltackpt.standby import shards
 from deltackpt.standby.difference import changed_rows
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import FileStore, Spot, Stamp
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
@@ -89,7 +90,7 @@ class _Tables:
 
 
 #: What tells a step's directory from another one that has the same name later.
-_Stamp = tuple[str, int, int, int]
+_Stamp = tuple[str, Stamp]
 
 
 class Follower:
@@ -106,20 +107,22 @@ class Follower:
         shard: int = 0,
         shards: int = 1,
         memory_bytes: int | None = None,
+        endpoint: str | None = None,
     ):
         """Opens a directory, read-only; nothing is loaded yet.
 
         Args:
-          directory: root of the steps.
+          directory: root of the steps: a path, or the URL of a bucket.
           item: name of our item in a step.
           shard: which part of the rows of each table to hold.
           shards: of how many.
           memory_bytes: most memory to take; what the machine has by default.
+          endpoint: address of the server of a bucket, where it is not the service's own.
 
         Raises:
           StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
         """
-        self._root = Root.open(directory, item=item, read_only=True)
+        self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
         self._gate = Gate()
@@ -169,11 +172,11 @@ class Follower:
             stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
         }
         for step in steps:
-            step_dir = self._root.step_dir(step)
-            try:
-                stamp = _stamp(step_dir)
-            except FileNotFoundError:
+            step_dir = self._root.at(step)
+            found = step_dir.stamp()
+            if found is None:
                 continue
+            stamp = str(step), found
             if stamp == self._seen and self._holding is not None:
                 self._health = "follows" if failure is None else f"follows; {failure}"
                 return False
@@ -251,7 +254,7 @@ class Follower:
             f"{stop}) of {group}.{field}, found none; restore from storage"
         )
 
-    def _take(self, step_dir: Path) -> bool:
+    def _take(self, step_dir: Spot) -> bool:
         """Makes a step the state that is held; False where it is that already."""
         newest = saves.read_save(step_dir, self._item)
         held = self._holding
@@ -404,14 +407,15 @@ class _Publish:
 
     def __call__(self, chain: tuple[SaveInfo, ...], step_dir: Spot) -> None:
         self.chain = chain
-        # The rename that committed the step. It may have been removed meanwhile.
-        with contextlib.suppress(OSError):
-            self.committed_secs = os.stat(step_dir).st_ctime
-
-
-def _stamp(step_dir: Path) -> _Stamp:
-    found = step_dir.stat()
-    return step_dir.name, found.st_dev, found.st_ino, found.st_ctime_ns
+        # It may have been removed meanwhile.
+        with contextlib.suppress(OSError, RestoreError, ValueError):
+            if isinstance(step_dir.store, FileStore):
+                # The rename that committed the step.
+                self.committed_secs = os.stat(step_dir).st_ctime
+            else:
+                # When it was made; it came to the bucket later.
+                told = json.loads((step_dir / names.STEP_METADATA).read())
+                self.committed_secs = told["commit_timestamp_nsecs"] / 1e9
 
 
 def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
