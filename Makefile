@@ -16,11 +16,12 @@ LONG_SEED ?=
 # Beside the one that .venv is made of: the suite's quick selection runs on them, and CI fails without.
 PYTHONS := 3.12 3.13
 
-.PHONY: help demo demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
+	@echo "make demo-s3    the same against a real S3 server: the node is lost in the middle of an upload"
 	@echo "make demo-multi the same with 2 processes, resumed on 1 and on 4"
 	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
 	@echo "make demo-t5    the first with a T5 on span corruption of text"
@@ -60,6 +61,9 @@ servers: $(SERVERS)/.ready
 
 demo: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo.py $(ARGS)
+
+demo-s3: $(READY) servers
+	$(BIN)/python examples/dlrm_jax/demo_s3.py $(ARGS)
 
 demo-multi: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo_multi.py $(ARGS)

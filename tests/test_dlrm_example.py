@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dlrm_jax import data, demo, main, model, optimizer, trainer
+import servers
+from dlrm_jax import data, demo, demo_s3, main, model, optimizer, trainer
 from running import demonstration, journal
 
 import deltackpt
@@ -239,3 +240,15 @@ def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
     )
     assert done.returncode == 0
     assert b"nothing was lost" in done.stdout
+
+
+@pytest.mark.long
+def test_a_node_that_is_lost_in_an_upload_loses_nothing_at_the_root(tmp_path):
+    servers.program("versitygw")
+    done = subprocess.run(
+        [sys.executable, demo_s3.__file__, "--scale", "0.1", f"--directory={tmp_path}"],
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+    )
+    assert done.returncode == 0
+    assert b"nothing was lost" in done.stdout and b"PutObject" in done.stdout

@@ -58,7 +58,13 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
     source = batches(options, sizes.rows)
     codec = deltackpt.CodecChoice(delta=options.codec, max_error=options.max_error)
     handlers = {"embeddings": trainer.checkpoint_tables(codec)}
+    tiers = None
+    if "://" in options.directory:
+        tiers = deltackpt.Tiers(
+            stage=options.stage, endpoint=options.endpoint, bytes_per_sec=options.bytes_per_sec
+        )
     saving = deltackpt.ManagerOptions(
+        tiers=tiers,
         deltas=deltackpt.DeltaOptions(policy=POLICIES[options.policy]()),
         writes=deltackpt.WriteOptions(durability=options.durability),
         retention=options.keep,
@@ -209,7 +215,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=200, help="train until this step")
     add("--zipf", type=float, default=1.07, help="exponent of synthetic ids; 0 is uniform")
     add("--seed", type=int, default=0, help="of parameters and synthetic traffic")
-    add("--directory", type=Path, default=Path("dlrm-checkpoints"), help="of the checkpoints")
+    add("--directory", default="dlrm-checkpoints", help="of the checkpoints, or URL of a bucket")
+    add("--stage", help="where saves to a bucket are made; default: below the user's cache")
+    add("--endpoint", help="server of a bucket, where it is not the provider's own")
+    add("--bytes-per-sec", type=float, help="the most that is sent to a bucket; default: all")
     add("--save-every", type=int, default=20, help="steps between saves")
     add("--policy", choices=sorted(POLICIES), default="consecutive", help="base or delta")
     add("--codec", default="raw", help="of the rows of deltas, e.g. adaptive4")

@@ -35,13 +35,13 @@ class Trainer:
 
     Attributes:
       script: the ``main.py``.
-      directory: its checkpoints.
+      directory: its checkpoints; the URL of a bucket is one too.
       journal: its journal.
       arguments: further options of its command line.
     """
 
     script: Path
-    directory: Path
+    directory: Path | str
     journal: Path
     arguments: Sequence[str]
 
@@ -71,8 +71,8 @@ def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
         process = victim.start(*(["--resume"] if struck else []))
         unfinished = None
         while unfinished is None and process.poll() is None:
-            if len(committed(victim.directory)) >= _COMMITTED_FIRST:
-                unfinished = save_in_progress(victim.directory)
+            if len(committed(Path(victim.directory))) >= _COMMITTED_FIRST:
+                unfinished = save_in_progress(Path(victim.directory))
             time.sleep(_POLL_SECS)
         if unfinished is None:
             sys.exit("the trainer ended before it could be killed in a save")
@@ -103,8 +103,9 @@ def save_in_progress(directory: Path) -> Path | None:
     return None
 
 
-def show_directory(directory: Path, console: Console) -> None:
+def show_directory(directory: Path | str, console: Console) -> None:
     """Prints what the kill left on disk."""
+    directory = Path(directory)
     table = Table("step", "state", "files", "bytes", box=box.SIMPLE_HEAD)
     steps = [path for path in directory.iterdir() if path.name.split(".")[0].isdecimal()]
     for path in sorted(steps, key=lambda path: int(path.name.split(".")[0])):
@@ -118,7 +119,7 @@ def show_directory(directory: Path, console: Console) -> None:
     console.print(table)
 
 
-def restored(directory: Path, step: int, tables: deltackpt.Tables, template: State) -> State:
+def restored(directory: Path | str, step: int, tables: deltackpt.Tables, template: State) -> State:
     """A step of a run that has ended, read from disk."""
     with deltackpt.CheckpointManager(
         directory,

@@ -47,6 +47,12 @@ class Journal:
             )
         elif isinstance(event, events.RestoreEvent):
             self.write("restore", **dataclasses.asdict(event))
+        elif isinstance(event, events.PromotionEvent):
+            self.write("promotion", **dataclasses.asdict(event))
+            self._console.print(
+                f"  step {event.step} is at the root: {size(event.bytes_sent)} in {event.objects} "
+                f"objects, {event.lag_secs:.2f} s after it was made; {event.waiting} wait"
+            )
         else:
             self.write("failure", **dataclasses.asdict(event))
 
