@@ -284,13 +284,13 @@ def to_bytes(record: Entry | Page) -> bytes:
     return records.to_bytes(record, ENTRY_MAGIC if isinstance(record, Entry) else PAGE_MAGIC)
 
 
-def entry_from(data: bytes, *, name: str, number: int) -> Entry:
+def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
     """An entry from its bytes.
 
     Args:
       data: of ``to_bytes``.
       name: how errors name it.
-      number: the one in its key.
+      number: the one in its key, where it has one.
 
     Raises:
       Damaged: it is altered, or says what no entry can.
@@ -302,7 +302,7 @@ def entry_from(data: bytes, *, name: str, number: int) -> Entry:
             f"{name}: needs features {sorted(found.features)}, unknown to this deltackpt; install "
             "a newer deltackpt"
         )
-    if found.number != number:
+    if number is not None and found.number != number:
         raise Damaged(name, f"the entry of number {number}", f"that of number {found.number}")
     epochs = [claim.lease.epoch for claim in found.claims]
     if not epochs or epochs != sorted(set(epochs)) or not found.nonce:

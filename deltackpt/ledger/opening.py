@@ -27,6 +27,10 @@ class BucketSteps(Steps):
         )
         self.journal = journal
 
+    def known_newest_step(self) -> int | None:
+        """See ``Steps``."""
+        return max(self.journal.known.steps, default=None)
+
     def newest_lease(self) -> Lease | None:
         """See ``Steps``."""
         claim = self.journal.known.claim
@@ -114,7 +118,7 @@ def find_item(steps: Steps, wanted: str | None) -> str:
       OptionError: the newest step holds other items of ours, or several.
       StorageError: it cannot be read.
     """
-    newest = steps.newest_step()
+    newest = steps.known_newest_step()
     found: list[str] = []
     if newest is not None:
         at = steps.at(newest)

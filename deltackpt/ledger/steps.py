@@ -62,6 +62,10 @@ class Steps:
         """Newest committed step, None where there is none."""
         return max(self.steps(), default=None)
 
+    def known_newest_step(self) -> int | None:
+        """As ``newest_step``, by what was seen last where that costs less."""
+        return self.newest_step()
+
     def saves(self) -> dict[int, SaveInfo | None]:
         """What each committed step is; None where its manifest cannot be read.
 

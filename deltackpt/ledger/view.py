@@ -63,6 +63,20 @@ class JournalView:
                     raise Damaged(at.shown(), expected, str(error)) from error
         return self._known
 
+    def learn(self, data: bytes, name: str) -> State:
+        """Takes what another process has read of the newest entry; only its pages are asked for.
+
+        Args:
+          data: the bytes of an entry.
+          name: how errors name it.
+
+        Raises:
+          Damaged, FormatTooNew: it cannot be understood.
+          StorageError: the store refused a page.
+        """
+        entry = entries.entry_from(data, name=name, number=None)
+        return self._learn(entry, []) if entry.number > self._known.entry.number else self._known
+
     def _learn(self, entry: Entry, numbers: list[int]) -> State:
         """Takes an entry for the newest, unless a newer one is known; numbers are of all found."""
         known = self._known.pages

@@ -368,8 +368,10 @@ class Promoter:
         runs = {info.save_id.run for info in self._infos.values() if info is not None}
         promoted = journal.known.entry.promoted
         held = {run: attempt for run, attempt in promoted.items() if run in runs}
-        holder, entry = journal.claimed.lease.holder, journal.known.entry.number
-        self._tell(entry=entry, held=held, holder=holder, **changes)
+        holder, entry = journal.claimed.lease.holder, journal.known.entry
+        if entry.number != self._progress.entry:
+            self._stage.report_entry(entry)  # First: who reads of its number finds it.
+        self._tell(entry=entry.number, held=held, holder=holder, **changes)
 
     def _tell(self, **changes: Any) -> None:
         progress = dataclasses.replace(self._progress, **changes)
@@ -468,7 +470,15 @@ def main(arguments: list[str] | None = None) -> int:
         if is_one:
             _shorten(stage.log)
             Promoter(stage).run(trainer)
+    _logger.info("ended; most memory %s, %.2f s of CPU", _most_memory(), time.process_time())
     return 0
+
+
+def _most_memory() -> str:
+    """The peak of this program's resident memory; that of ``getrusage`` is its parent's, too."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path("/proc/self/status").read_text().split("VmHWM:")[1].split("\n")[0].strip()
+    return "unknown"
 
 
 def _shorten(log: Path) -> None:

@@ -6,6 +6,7 @@ A stage is a directory of a node::
     stage.lock          held by the promoter, of which there is one
     orders.msgpack      written by the trainer: under which claim, and what to do at the root
     progress.msgpack    written by the promoter: what is done, and what stands in the way
+    entry.msgpack       and the newest entry of the root's journal
     promoter.log        what the promoter says
     steps/              the saves: a checkpoint directory like any other
     aside/              saves that training went on without, and damaged ones
@@ -25,14 +26,18 @@ from pathlib import Path
 from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.entries import Unit
+from deltackpt.ledger import entries
+from deltackpt.ledger.entries import Entry, Unit
 from deltackpt.storage import files
 
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
 #: Promotions that the progress tells of.
 MOST_RECENT = 256
-_NAMES = {"steps", "stage.lock", "promoter.log", "aside", "fetched", "progress.msgpack"}
+_NAMES = {
+    *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
+    *("progress.msgpack", "entry.msgpack"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +208,10 @@ class Stage:
         return self.path / "orders.msgpack"
 
     @property
+    def _entry(self) -> Path:
+        return self.path / "entry.msgpack"
+
+    @property
     def _progress(self) -> Path:
         return self.path / "progress.msgpack"
 
@@ -242,6 +251,21 @@ class Stage:
         except RestoreError:  # None yet, or of a power cut: the promoter finds it out anew.
             return Progress(holder=holder)
         return found if found.holder == holder else Progress(holder=holder)
+
+    def entry(self) -> bytes | None:
+        """The newest entry of the root's journal that the promoter has seen; None without any."""
+        try:
+            return files.read_bytes(self._entry)
+        except RestoreError:
+            return None
+
+    def report_entry(self, entry: Entry) -> None:
+        """Hands the newest entry of the root's journal to the trainer, who need not ask for it.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
+        files.write_atomic(self._entry, entries.to_bytes(entry), fsync=False)
 
     def report(self, progress: Progress) -> None:
         """Tells the trainer.

@@ -22,6 +22,7 @@ from deltackpt.errors import (
     Damaged,
     DeltackptError,
     FencedError,
+    RestoreError,
     SaveFailed,
     StorageError,
     WaitTimeout,
@@ -41,7 +42,7 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.options import Tiers
 from deltackpt.reading import inventory
 from deltackpt.storage import files
-from deltackpt.storage.store import FileStore, Spot
+from deltackpt.storage.store import FileStore, Missing, Spot
 from deltackpt.tiers.layers import Layers, Seen
 from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import Orders, Progress, Retired, RollBack, Stage, key_of, step_of
@@ -256,11 +257,20 @@ class StagedRoot(Held):
             self._tended = self._tender.submit(self._tend, protected)
 
     def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
-        with contextlib.suppress(StorageError):  # The promoter tells what is wrong with the root.
-            if self._progress().entry > self._journal.known.entry.number:
-                self._journal.state()
+        self._look()
         self._evict()
         self._drop_bases(protected)
+
+    def _look(self) -> None:
+        """Learns from the promoter what is at the root by now; the root itself is not asked."""
+        if self._progress().entry <= self._journal.known.entry.number:
+            return
+        data = self._stage.entry()
+        # Half of one, of a power cut, is replaced by the next; the promoter tells what is wrong
+        # with the root.
+        with contextlib.suppress(RestoreError, StorageError, Missing):
+            if data is not None:
+                self._journal.learn(data, f"{self._stage.path}/entry.msgpack")
 
     def _evict(self) -> None:
         """Removes from the stage what is at the root and in none of the newest chains."""
@@ -356,8 +366,7 @@ class StagedRoot(Held):
                 f"a save that was made in the stage cannot come to {self}: {damaged[key]}; the "
                 "next save is a base"
             )
-        with contextlib.suppress(StorageError):
-            self._journal.state()
+        self._look()
 
     def news(self) -> list[Event]:
         """See ``Held``."""

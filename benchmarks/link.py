@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link of so many bytes per second between two ports of loopback: a node's way to a bucket.
+
+python benchmarks/link.py PORT TARGET_PORT BYTES_PER_SEC
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+_PIECE = 64 << 10
+
+
+class Pace:
+    """Both directions of all connections share it."""
+
+    def __init__(self, bytes_per_sec: float):
+        self._rate = bytes_per_sec
+        self._free_at = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Waits until so many bytes may pass."""
+        now = time.monotonic()
+        self._free_at = max(now, self._free_at) + nbytes / self._rate
+        if (wait := self._free_at - now) > 0.002:
+            await asyncio.sleep(wait)
+
+
+async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pace: Pace) -> None:
+    """Passes on what comes until it ends."""
+    try:
+        while data := await reader.read(_PIECE):
+            await pace.take(len(data))
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+async def serve(port: int, target: int, pace: Pace) -> None:
+    """Listens for ever."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", target)
+        await asyncio.gather(forward(reader, back, pace), forward(there, writer, pace))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", port, limit=1 << 20)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1]), int(sys.argv[2]), Pace(float(sys.argv[3]))))
