@@ -24,8 +24,8 @@ from deltackpt.storage.store import Spot
 
 #: Objects on their way at a time: enough to hide the latency of a service.
 WORKERS = 8
-#: Most bytes on their way at a time, all objects together.
-IN_FLIGHT_BYTES = 64 << 20
+#: Most bytes on their way at a time, all objects together. TensorStore holds them once more.
+IN_FLIGHT_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)

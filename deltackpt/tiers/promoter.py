@@ -42,6 +42,7 @@ from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import Pace, upload
 from deltackpt.reading import inventory, saves
+from deltackpt.resources import memory
 from deltackpt.storage import buckets, files
 from deltackpt.storage.store import Spot, spot
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
@@ -465,6 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    memory.keep_little()
     trainer = PipeTrainer(sys.stdin.fileno())
     with only_one(stage, trainer) as is_one:
         if is_one:
