@@ -14,7 +14,8 @@ from deltackpt.storage.store import Spot, spot
 def make(root: Path, at: Spot, *units: str) -> None:
     """Copies units of a directory: ``2`` or ``compacted/1/embeddings``."""
     for unit in units:
-        found = inventory.every_digest(spot(root / unit), names.EMBEDDINGS_ITEM)
+        base = unit.startswith(names.COMPACTED)
+        found = inventory.every_digest(spot(root / unit), names.EMBEDDINGS_ITEM, base=base)
         for name in found:
             to = at / unit / name
             to.store.put(to.key, (root / unit / name).read_bytes())

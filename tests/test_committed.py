@@ -64,7 +64,7 @@ def bucket(request, tmp_path_factory) -> Iterator[tuple[Spot, str | None]]:
 def commit(ledger: Journal, root: Path, unit: Unit) -> Standing:
     """Brings a step, or a compacted base, of a directory to a store."""
     source = spot(root / unit.name)
-    files = inventory.every_digest(source, names.EMBEDDINGS_ITEM)
+    files = inventory.every_digest(source, names.EMBEDDINGS_ITEM, base=unit.item is not None)
     prefix = ledger.prefix(unit)
     put = upload(source, files, ledger.root / prefix)
     if unit.item is None:

@@ -62,7 +62,7 @@ def read_inventory(
     return _Inventory(at, item, at.name if shown is None else shown, unreadable).read()
 
 
-def every_digest(folder: Spot, item: str) -> dict[str, Digest]:
+def every_digest(folder: Spot, item: str, *, base: bool = False) -> dict[str, Digest]:
     """Digests of all files of a step, or of a compacted base, by their paths below it.
 
     Those of which no record knows, as where another manager committed the step, are read for it.
@@ -70,12 +70,12 @@ def every_digest(folder: Spot, item: str) -> dict[str, Digest]:
     Args:
       folder: the step, or ``compacted/<step>/<item>``.
       item: name of our item.
+      base: whether the folder is that of a compacted base.
 
     Raises:
       Damaged: a record is missing or altered.
       StorageError: one cannot be read.
     """
-    base = folder.parent.parent.name == names.COMPACTED
     shown = f"{names.COMPACTED}/{folder.parent.name}/{item}" if base else None
     found = read_inventory(folder.parent if base else folder, item, shown=shown)
     for damage in found.damage:

@@ -82,7 +82,8 @@ class Directory:
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """See ``Place``."""
-        return inventory.every_digest(self.spot(unit), unit.item or self.item)
+        is_base = unit.item is not None
+        return inventory.every_digest(self.spot(unit), unit.item or self.item, base=is_base)
 
     def read(self, unit: Unit, name: str) -> bytes:
         """See ``Place``."""

@@ -209,7 +209,9 @@ def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
     source = spot(folder / unit.name)
     prefix = journal.prefix(unit)
     try:
-        put = upload(source, inventory.every_digest(source, unit.item), journal.root / prefix)
+        put = upload(
+            source, inventory.every_digest(source, unit.item, base=True), journal.root / prefix
+        )
         info = saves.read_base(folder / str(unit.step), unit.item).info
         standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
         stands = journal.commit(standing).prefix == prefix

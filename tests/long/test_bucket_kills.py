@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL of trainers and promoters against a bucket, nodes that go and come back, two trainers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import servers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bucket_trainee
+from bucket_trainee import HANDLERS, check, fresh
+
+import deltackpt
+from deltackpt.errors import StepGone, StorageError
+from deltackpt.ledger.journal import Journal
+from deltackpt.options import ManagerOptions, Tiers
+from deltackpt.storage import buckets
+from deltackpt.upkeep.verify import verify_root
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
+
+KILLS = 1000
+#: Of nothing that is asserted on.
+_PATIENCE_SECS = 120
+
+
+class Field:
+    """A root, the nodes that train on it, and what they said."""
+
+    def __init__(self, server: servers.Server, url: str, folder: Path, draw: Any):
+        self.server, self.url, self.folder, self.draw = server, url, folder, draw
+        self.journal = folder / "journal.jsonl"
+        self.nodes = [folder / "node0"]
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["bucket_trainee"])
+        self._branch = 0
+        self.hits: collections.Counter[str] = collections.Counter()
+
+    def start(self, node: Path, steps: int | None = None) -> Any:
+        """A trainer on a node."""
+        self._branch += 1
+        endpoint = self.server.endpoint
+        environment = dict(self.server.environment)
+        if self.server.scheme == "gs":
+            environment["TENSORSTORE_GCS_HTTP_URL"] = endpoint
+        process = self._context.Process(
+            target=bucket_trainee.train,
+            args=(
+                *(self.url, endpoint, str(node), str(self.journal), environment),
+                *(self._branch, self.draw.randrange(1 << 30), steps),
+            ),
+        )
+        process.start()
+        return process
+
+    def told(self) -> list[dict[str, Any]]:
+        """What trainers said; the last line of a killed one may be half."""
+        if not self.journal.exists():
+            return []
+        found = []
+        for line in self.journal.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [one for one in found if isinstance(one, dict)]
+
+    def kill_promoters(self, node: Path) -> int:
+        """Kills the promoters of a node, by their process ids."""
+        found = promoters(node)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(found)
+
+    def reader(self) -> deltackpt.CheckpointManager:
+        """What reads the root, from nowhere near."""
+        tiers = Tiers(endpoint=self.server.endpoint)
+        return deltackpt.CheckpointManager(
+            self.url, handlers=HANDLERS, options=ManagerOptions(access="read", tiers=tiers)
+        )
+
+    def newest(self) -> tuple[int, list[int]] | None:
+        """The newest step at the root and its history, which its rows confirm."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # No step is skipped.
+            with self.reader() as manager:
+                found = manager.restore_latest(jax.eval_shape(fresh))
+        return None if found is None else (found.step, check(found.state, found.step))
+
+    def expected(self) -> list[int]:
+        """The history that is at the root at least: what was acknowledged, and not gone back
+        behind since."""
+        history: list[int] = []
+        for one in self.told():
+            if one["what"] == "acked":
+                history = one["history"]
+            elif one["what"] == "goes on" and one["back"]:
+                common = [a for a, b in zip(history, one["history"], strict=False) if a == b]
+                history = history[: len(common)]
+        return history
+
+
+def promoters(node: Path) -> list[int]:
+    """Process ids of the promoters of a stage."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"deltackpt.tiers.promoter" in words and os.fsencode(node) in words:
+                    found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(params=["s3", "gcs"])
+def field(request, tmp_path, campaign) -> Iterator[Field]:
+    start = servers.s3 if request.param == "s3" else servers.gcs
+    with start(tmp_path / "server") as server, servers.environment_of(server):
+        url = server.bucket("bucket") + "/run"
+        found = Field(server, url, tmp_path, campaign.random("buckets", request.param))
+        yield found
+        for node in found.nodes:
+            found.kill_promoters(node)
+
+
+def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, figures):
+    draw, kills = field.draw, campaign.count(KILLS) // 2
+    stop, problems = threading.Event(), list[BaseException]()
+
+    def watch() -> None:
+        while not stop.wait(0.05):
+            try:
+                field.newest()
+            except (StepGone, StorageError):  # Beside a trainer; or before the first one.
+                pass
+            except BaseException as error:
+                problems.append(error)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    node = field.nodes[0]
+    try:
+        while field.hits.total() < kills and not problems:
+            node = _next_node(field, node)
+            trainer = field.start(node)
+            beside = None
+            if draw.random() < 0.1:
+                field.nodes.append(field.folder / f"node{len(field.nodes)}")
+                time.sleep(draw.random())
+                beside = (field.nodes[-1], field.start(field.nodes[-1]))
+            if draw.random() < 0.9:
+                _await_open(field, (trainer,) if beside is None else (trainer, beside[1]))
+            time.sleep(draw.random() * 1.5)
+            what = draw.choice(["trainer", "promoter", "both", "both"])
+            if what in ("promoter", "both") and field.kill_promoters(node):
+                field.hits["promoter"] += 1
+            if what == "promoter":
+                time.sleep(draw.random())
+            for one in (trainer, beside[1] if beside else None):
+                if one is not None and one.is_alive():
+                    one.kill()
+                    field.hits["trainer"] += 1
+                if one is not None:
+                    one.join()
+                    assert one.exitcode in (-signal.SIGKILL, 0, 3), one.exitcode
+            if what == "both":
+                field.kill_promoters(node)
+            if beside is not None:
+                field.hits["two trainers"] += 1
+                node = beside[0]
+            _check(field)
+    finally:
+        stop.set()
+        watcher.join()
+    assert not problems, problems[0]
+    _end(field, node)
+    lines = collections.Counter(one["what"] for one in field.told())
+    figures("bucket kills", hits=dict(field.hits), told=dict(lines))
+
+
+def _await_open(field: Field, trainers: tuple[Any, ...]) -> None:
+    """Until some trainers, which were started last, have opened the root, or ended."""
+    branches = range(field._branch - len(trainers) + 1, field._branch + 1)
+    deadline = time.monotonic() + _PATIENCE_SECS
+    for branch, trainer in zip(branches, trainers, strict=True):
+        while trainer.is_alive() and time.monotonic() < deadline:
+            if any(one["branch"] == branch for one in field.told()):
+                break
+            time.sleep(0.02)
+
+
+def _next_node(field: Field, node: Path) -> Path:
+    """The same one, an empty one, or one that comes back with an old stage."""
+    drawn = field.draw.random()
+    if drawn < 0.15:
+        field.nodes.append(field.folder / f"node{len(field.nodes)}")
+        field.hits["empty node"] += 1
+        return field.nodes[-1]
+    if drawn < 0.25:
+        field.hits["old node"] += 1
+        return field.draw.choice(field.nodes)
+    return node
+
+
+def _check(field: Field) -> None:
+    """What was acknowledged is at the root, or was gone back behind."""
+    expected = field.expected()
+    if not expected:
+        return
+    newest = field.newest()
+    assert newest is not None
+    step, history = newest
+    # Promoters may still be at work: the root is there, or further.
+    assert history[: len(expected)] == expected, (step, history, expected)
+
+
+def _end(field: Field, node: Path) -> None:
+    """A last trainer settles; nothing is left over, and no promoter outlives its work."""
+    last = field.start(node, steps=3)
+    last.join(_PATIENCE_SECS)
+    assert last.exitcode == 0, field.told()[-3:]
+    deadline = time.monotonic() + _PATIENCE_SECS
+    for one in field.nodes:
+        while promoters(one) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not promoters(one), (one / "promoter.log").read_text()[-2000:]
+    _check(field)
+    assert verify_root(field.url, endpoint=field.server.endpoint).intact
+    journal = Journal(buckets.place(field.url, endpoint=field.server.endpoint).open())
+    journal.claim()
+    journal.sweep()
+    named = journal.state().prefixes
+    for key in (journal.root / "saves").keys():
+        assert f"saves/{key.split('/')[0]}" in named, key
