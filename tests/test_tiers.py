@@ -36,7 +36,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
-from deltackpt.tiers import running
+from deltackpt.tiers import promoter, running
 from deltackpt.tiers.stage import Stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.upkeep.verify import verify_root
@@ -338,10 +338,10 @@ def test_an_outage_is_a_lag_and_no_failed_save(breakable, tmp_path):
 
 def test_wait_for_the_root_ends_in_an_outage_and_loses_nothing(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
-    limits = Timeouts(close_secs=1.0, store_secs=1.0)
-    manager = one.manager(timeouts=limits)
-    one.save(manager, 0)
-    manager.wait()
+    with one.manager() as manager:
+        one.save(manager, 0)
+    manager = one.manager(timeouts=Timeouts(close_secs=1.0, store_secs=1.0))
+    one.restore(manager)
     breakable.end()
     one.save(manager, 1)
     with pytest.raises(WaitTimeout, match="1 saves of .* bytes still in the stage"):
@@ -619,6 +619,33 @@ def test_retention_removes_at_the_root_and_the_stage_keeps_the_newest_chains(nod
     assert verify_root(one.url, endpoint=one.endpoint).intact
 
 
+def test_nothing_is_retired_before_what_replaces_it_is_at_the_root(node, monkeypatch):
+    one = node()
+    with one.manager(retention=1) as manager:
+        one.save(manager, 0)
+    with monkeypatch.context() as patch, one.manager(retention=1, wait_for="stage") as manager:
+        without_promoter(patch)
+        one.restore(manager)
+        for step in range(1, 4):
+            one.save(manager, step, force_base=True)
+            manager.wait()
+        assert manager.all_steps() == [3]
+    orders = one.stage.orders()
+    assert orders is not None and 0 in {retired.step for retired in orders.retired}
+    work = promoter.Promoter(one.stage)
+    with monkeypatch.context() as patch:
+        patch.setattr(promoter, "upload", unreachable)
+        with pytest.raises(StorageError):
+            work.step()
+    assert one.root() == [0]
+    assert work.step() and not work.step()
+    assert one.root() == [3]
+
+
+def unreachable(*arguments: Any, **options: Any) -> None:
+    raise StorageError("the network is gone")
+
+
 def test_a_delta_of_a_parent_that_has_left_the_stage(node):
     one, other = node(), node()
     with one.manager(keep_local=1) as manager:
@@ -802,7 +829,8 @@ def test_inspect_and_readers_see_whole_steps_beside_a_trainer(node):
                 found = inspect.open(one.url, endpoint=one.endpoint)
                 if found.steps:
                     seen.append(found.steps[-1])
-                    assert verify_root(one.url, endpoint=one.endpoint).intact
+                    report = verify_root(one.url, endpoint=one.endpoint)
+                    assert report.intact, (report.problems, report.steps)
             except deltackpt.errors.StepGone:
                 pass
             except StorageError as error:

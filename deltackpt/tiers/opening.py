@@ -153,15 +153,15 @@ def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> 
         if state.held(info.save_id):
             local.remove_steps([step])  # It was at the root, and is retired.
     if not went_on:
-        done = stage.progress(old.holder).orders
+        done = stage.progress(old.holder)
         return Orders(
             number=old.number,
             stage=old.stage,
             url=old.url,
             endpoint=old.endpoint,
             item=old.item,
-            rolled_back=tuple(one for one in old.rolled_back if one.number > done),
-            retired=tuple(one for one in old.retired if one.number > done),
+            rolled_back=tuple(one for one in old.rolled_back if one.number > done.orders),
+            retired=tuple(one for one in old.retired if one.number > done.retired),
         )
     stale: list[int] = []
     aside = stage.aside(f"epoch-{old.epoch}-{uuid.uuid4().hex[:8]}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import random
@@ -37,6 +38,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import locks
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
@@ -187,6 +189,7 @@ class Promoter:
         if self._progress.problem is not None:
             journal.check()  # Commits whose answers were lost may be done.
         self._carry_out(orders, journal)
+        self._retire(orders, journal)
         self._tell_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
         for step, info in found:
             if info is None:
@@ -280,9 +283,28 @@ class Promoter:
                 steps = journal.roll_back(one.after, one.run, only=frozenset(one.saves))
                 if steps:
                     _logger.info("going on from step %d, steps %s rolled back", one.after, steps)
-        if units := {one.unit: one.save_id for one in orders.retired if one.number > done}:
-            journal.retire(units)
         self._tell_state(journal, orders=orders.number)
+
+    def _retire(self, orders: Orders, journal: Journal) -> None:
+        """What was ordered to be retired, as far as what replaces it is at the root."""
+        waiting = [one for one in orders.retired if one.number > self._progress.retired]
+        ready = list(
+            itertools.takewhile(
+                lambda one: one.after is None or self._has_come(one.after, journal),
+                sorted(waiting, key=lambda one: one.number),
+            )
+        )
+        if ready:
+            journal.retire({one.unit: one.save_id for one in ready})
+            self._tell_state(journal, retired=ready[-1].number)
+
+    def _has_come(self, save_id: SaveId, journal: Journal) -> bool:
+        """Whether a save was brought to the root; or a later one, where it cannot be."""
+        state = journal.known
+        if state.held(save_id):
+            return True
+        is_damaged = key_of(save_id.step, save_id) in self._progress.damaged
+        return is_damaged and max(state.steps, default=-1) > save_id.step
 
     def _promote(self, step: int, info: SaveInfo, orders: Orders, journal: Journal) -> None:
         source = spot(self._stage.steps) / str(step)

@@ -66,12 +66,15 @@ class Retired:
       step: its number.
       item: of a base the item for which it stands.
       save_id: which it is.
+      after: the newest save in the stage by then: until that is at the root, what it replaces is
+        what the root has. None where there was none.
     """
 
     number: int
     step: int
     item: str | None
     save_id: SaveId
+    after: SaveId | None = None
 
     @property
     def unit(self) -> Unit:
@@ -94,7 +97,7 @@ class Orders:
       began: whether training has begun under it.
       goes_on: what it went on from.
       rolled_back: in this order, before any save that is in the stage is brought to the root.
-      retired: afterwards.
+      retired: each once the save that it says is at the root.
       bytes_per_sec: the most that is sent.
       store_secs: the longest wait for an answer.
     """
@@ -134,7 +137,8 @@ class Progress:
     Attributes:
       holder: of the claim that it works under.
       pid: its process.
-      orders: number of the newest orders that are carried out: what they roll back and retire.
+      orders: number of the newest orders that are carried out, but for what they retire.
+      retired: what was retired by orders of this number, or a smaller one, is.
       entry: number of the newest entry of the root's journal that it has seen.
       held: the greatest attempt that was ever committed at the root, of each run in the stage.
       damaged: saves that cannot come to the root, by ``key_of``, and why.
@@ -148,6 +152,7 @@ class Progress:
     holder: str
     pid: int = 0
     orders: int = 0
+    retired: int = 0
     entry: int = 0
     held: dict[str, int] = dataclasses.field(default_factory=dict)
     damaged: dict[str, str] = dataclasses.field(default_factory=dict)

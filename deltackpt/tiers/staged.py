@@ -428,6 +428,12 @@ class StagedRoot(Held):
         """Whether a save was ever committed at the root."""
         return progress.is_at_root(save_id) or self._journal.known.held(save_id)
 
+    def _newest_local(self) -> SaveId | None:
+        """The newest save in the stage."""
+        infos = self._local.saves()
+        known = [info.save_id for _, info in sorted(infos.items()) if info is not None]
+        return known[-1] if known else None
+
     def _progress(self) -> Progress:
         return self._stage.progress(self._orders.holder)
 
@@ -454,18 +460,18 @@ class StagedRoot(Held):
         **changes: Any,
     ) -> None:
         """Writes new orders; what is done of the old ones is left out."""
-        old, done = self._orders, self._progress().orders
-        number = old.number + 1
+        old, progress = self._orders, self._progress()
+        number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
             old,
             number=number,
             rolled_back=(
-                *(one for one in old.rolled_back if one.number > done),
+                *(one for one in old.rolled_back if one.number > progress.orders),
                 *(dataclasses.replace(one, number=number) for one in rolled_back),
             ),
             retired=(
-                *(one for one in old.retired if one.number > done),
-                *(dataclasses.replace(one, number=number) for one in retired),
+                *(one for one in old.retired if one.number > progress.retired),
+                *(dataclasses.replace(one, number=number, after=newest) for one in retired),
             ),
             **changes,
         )
