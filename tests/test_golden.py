@@ -15,14 +15,18 @@ import pytest
 from golden import make_golden
 
 import deltackpt
-from deltackpt.format import manifest
-from deltackpt.reading import inventory
+from deltackpt.format import manifest, names
+from deltackpt.ledger.opening import BucketSteps
+from deltackpt.ledger.view import JournalView
+from deltackpt.reading import inventory, reader, saves
+from deltackpt.storage.store import spot
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
 ROLLING = sorted(path for path in Path(make_golden.__file__).parent.glob("rolling-v*"))
 REPEATED = sorted(path for path in Path(make_golden.__file__).parent.glob("repeated-v*"))
 VERSIONS = PLAIN + PARTS + REPEATED
+JOURNALS = sorted(path for path in Path(make_golden.__file__).parent.glob("journal-v*"))
 ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodings-v*"))
 
 
@@ -121,3 +125,18 @@ def test_records_repeat_their_version_where_its_checksum_covers_it(version):
     heads = [msgpack.unpackb(path.read_bytes()) for path in paths]
     found = {msgpack.unpackb(head["body"]).get("format_version") for head in heads}
     assert found == {heads[0]["version"] if version in REPEATED else None}
+
+
+@pytest.mark.parametrize("version", JOURNALS, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", make_golden.STEPS)
+def test_golden_bucket_reads_as_the_directory_that_it_was_copied_from(version, step):
+    journal = JournalView(spot(version))
+    assert [*journal.state().steps] == list(make_golden.STEPS)
+    steps = BucketSteps(journal, names.EMBEDDINGS_ITEM)
+    found = reader.restore_tables(saves.read_chain(steps.at(step)))
+    expected = reader.restore_tables(saves.read_chain(version.with_name("v1") / str(step)))
+    assert found.fields.keys() == expected.fields.keys()
+    for table, fields in expected.fields.items():
+        for field, rows in fields.items():
+            assert np.asarray(found.fields[table][field]).tobytes() == np.asarray(rows).tobytes()
+    steps.check_step_files(steps.at(step))
