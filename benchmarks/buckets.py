@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import state as states
 import ways
 from dlrm_jax import trainer
@@ -94,42 +93,22 @@ class Bucketed:
         self._manager.close()
 
 
-class OrbaxTo:
-    """Stock Orbax to a path or a gs:// URL, tuned: without compression."""
-
-    def __init__(self, root: str):
-        self._manager = ocp.CheckpointManager(
-            root,
-            item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
-            options=ocp.CheckpointManagerOptions(max_to_keep=None),
-        )
-
-    def save(self, step: int, state: Any) -> None:
-        self._manager.save(step, args=ocp.args.PyTreeSave(state._replace(touched=())))
-
-    def wait(self) -> None:
-        self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        self._manager.close()
-
-
-class OrbaxCopied(OrbaxTo):
+class OrbaxCopied(ways.Orbax):
     """Stock Orbax to a local directory, whose steps are copied to the bucket in the background."""
 
     def __init__(self, local: Path, url: str, endpoint: str):
-        super().__init__(str(local))
+        super().__init__(local, compressed=False)
         self._local = local
         self._bucket = buckets.place(url, endpoint=endpoint).open()
         self._copier = ThreadPoolExecutor(1, "copy")
         self._files = ThreadPoolExecutor(_COPIERS, "put")
         self._copied: Future[None] | None = None
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, *, base: bool = False) -> None:
         # One is copied at a time, else the disk fills.
         if self._copied is not None:
             self._copied.result()
-        super().save(step, state)
+        super().save(step, state, base=base)
         self._copied = self._copier.submit(self._copy, step)
 
     def _copy(self, step: int) -> None:
@@ -255,7 +234,12 @@ def measure(options: argparse.Namespace, place: Path, has_gcsfs: bool) -> dict[s
             ]
             if has_gcsfs:
                 made.append(
-                    ("Orbax, gs://", lambda number=number: OrbaxTo(f"gs://bench/orbax{number}"))
+                    (
+                        "Orbax, gs://",
+                        lambda number=number: ways.Orbax(
+                            f"gs://bench/orbax{number}", compressed=False
+                        ),
+                    )
                 )
             for name, make in made:
                 ways.settle(states.template(options.scale))

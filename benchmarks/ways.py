@@ -90,8 +90,8 @@ class Deltas:
 class Orbax:
     """Stock Orbax: the whole state each time."""
 
-    def __init__(self, root: Path, *, compressed: bool):
-        self.root = root
+    def __init__(self, root: Path | str, *, compressed: bool):
+        self.root = Path(root)
         self._manager = ocp.CheckpointManager(
             root,
             item_handlers=ocp.PyTreeCheckpointHandler(use_compression=compressed),

@@ -43,6 +43,7 @@ from deltackpt.errors import (
 from deltackpt.format import manifest, names
 from deltackpt.ledger import locks
 from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.upload import InFlight
 from deltackpt.options import Tiers
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import buckets, digests, files
@@ -658,7 +659,7 @@ def test_a_kvstore_spec_and_a_file_url_are_places_too(run, tmp_path):
 
 
 def test_memory_is_bounded_and_a_larger_file_goes_alone():
-    memory = copies._Memory(10)
+    memory = InFlight(10)
     with memory.taken(4), memory.taken(6):
         assert memory._taken == 10
     with memory.taken(100):

@@ -39,6 +39,7 @@ from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger.entries import Unit
+from deltackpt.ledger.upload import InFlight
 from deltackpt.reading.reader import Progress
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
@@ -215,7 +216,7 @@ class _Run:
         self._progress = progress
         self._total = 0
         self._lock = threading.Lock()
-        self._memory = _Memory(_MEMORY_BYTES)
+        self._memory = InFlight(_MEMORY_BYTES)
 
     def copy(self, units: Mapping[Unit, SaveId]) -> None:
         """Copies units, each of which must be the save that is given; those that are done stay."""
@@ -304,28 +305,6 @@ class _Run:
             self.bytes_found += found
             if self._progress is not None:
                 self._progress(self.bytes_written + self.bytes_found, self._total)
-
-
-class _Memory:
-    """Bytes of files on their way."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._taken = 0
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        """Waits until there is room; a file that is larger than all of it goes alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._most)
-            self._taken += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken -= nbytes
-                self._changed.notify_all()
 
 
 def _place(
