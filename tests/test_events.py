@@ -73,6 +73,36 @@ def restore_event() -> events.RestoreEvent:
     )
 
 
+def promotion_event() -> events.PromotionEvent:
+    return events.PromotionEvent(
+        step=1200,
+        process=0,
+        bytes_sent=4096,
+        objects=18,
+        seconds=0.3,
+        lag_secs=0.5,
+        committed_unix_secs=1.7e9,
+        waiting=2,
+        waiting_bytes=8192,
+    )
+
+
+def test_a_promotion_is_logged_counted_and_handed_on(caplog):
+    registry = prometheus_client.CollectorRegistry()
+    given: list[dict] = []
+    logger = mock.Mock(log_entry=given.append)
+    sinks = [events.PrometheusSink(registry), events.OrbaxLoggerSink(logger)]
+    with caplog.at_level("INFO", "deltackpt.events"):
+        events.emit(promotion_event(), sinks)
+    assert "promotion step=1200 bytes_sent=4096" in caplog.text
+    assert given[0]["event"] == "promotion" and given[0]["waiting_bytes"] == 8192
+    labels = {"process": "0"}
+    assert registry.get_sample_value("deltackpt_promotions_total", labels) == 1
+    assert registry.get_sample_value("deltackpt_promoted_bytes_total", labels) == 4096
+    assert registry.get_sample_value("deltackpt_waiting_bytes", labels) == 8192
+    assert registry.get_sample_value("deltackpt_last_promoted_step", labels) == 1200
+
+
 def failure_event(**changes) -> events.FailureEvent:
     event = events.FailureEvent(
         step=1300,
@@ -559,7 +589,7 @@ BY = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, set[str]]:
-    """Sample names to labels, after a real run: saves, a restore, a failure of each operation."""
+    """Sample names to labels, after a real run: saves, a restore, failures; and a promotion."""
     root = tmp_path_factory.mktemp("run")
     registry = prometheus_client.CollectorRegistry()
     sink = events.PrometheusSink(registry)
@@ -573,6 +603,8 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
             saver.restore_latest(state)
         with pytest.raises(errors.Damaged):
             saver.restore(2, state)
+    # Of a run against a bucket, which tests/test_tiers.py has.
+    sink.receive(promotion_event())
     return {
         sample.name: set(sample.labels)
         for metric in registry.collect()
