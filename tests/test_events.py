@@ -661,6 +661,10 @@ def test_the_alerts_of_the_page_use_only_what_is_exported(exported):
 
 def test_every_figure_is_explained_on_the_page():
     page = PAGE.read_text()
-    for kind in (events.SaveEvent, events.RestoreEvent, events.FailureEvent, events.TableFigures):
+    promotion = events.PromotionEvent
+    for kind in (
+        *(events.SaveEvent, events.RestoreEvent, promotion, events.FailureEvent),
+        events.TableFigures,
+    ):
         for field in dataclasses.fields(kind):
             assert f"| `{field.name}` |" in page, field.name
