@@ -22,5 +22,6 @@ def runs(request, tmp_path_factory) -> Path:
         return Path(given)
     made = tmp_path_factory.mktemp("runs")
     program = Path(__file__).with_name("make_runs.py")
-    subprocess.run([sys.executable, program, made], check=True, capture_output=True)
+    ended = subprocess.run([sys.executable, program, made], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
     return made
