@@ -19,7 +19,11 @@ from deltackpt.ledger.view import JOURNAL, entry_name
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Spot
 
-_RETRIES = {"s3": "s3_request_retries", "gs": "gcs_request_retries"}
+_RETRIES = {
+    "s3": "s3_request_retries",
+    "gs": "gcs_request_retries",
+    "az": "azure_request_retries",
+}
 _numbers = itertools.count()
 
 

@@ -32,7 +32,7 @@ from servers import Server
 #: - 503: the server has too much to do.
 KINDS = ("lose", "drop", "stall", "late", "cut", "behead", "slow", "503")
 SLOW_SECS = 0.15
-_S3_BUSY = (
+_XML_BUSY = (
     "application/xml",
     b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>SlowDown</Code><Message>Please reduce '
     b"your request rate.</Message><RequestId>0</RequestId></Error>",
@@ -146,7 +146,8 @@ class Proxy:
     @property
     def endpoint(self) -> str:
         """Its address, for clients."""
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        below = urllib.parse.urlsplit(self.server.endpoint).path
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}{below}"
 
     def plan(
         self, word: str, fate: Callable[[int], str | None], *, after: int | None = None
@@ -232,7 +233,7 @@ class Proxy:
         return plan, *plan.met(Request(message.method, _key(message.target)))
 
     def _busy(self, method: str) -> bytes:
-        kind, body = _S3_BUSY if self.server.scheme == "s3" else _GCS_BUSY
+        kind, body = _GCS_BUSY if self.server.scheme == "gs" else _XML_BUSY
         head = (
             f"HTTP/1.1 503 Slow Down\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
         )

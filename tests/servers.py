@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import email.utils
+import hmac
 import json
 import os
 import shutil
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from machine import required
 
 HERE = Path(__file__).resolve().parent.parent
@@ -95,6 +99,52 @@ def gcs(folder: Path, port: int | None = None) -> Iterator[Server]:
     ]
     with _running(command, folder, {}, port) as process:
         yield Server("gs", address, {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}, make, process)
+
+
+#: Of the account that every Azurite knows: documented, and no secret.
+_AZURE_ACCOUNT = "devstoreaccount1"
+_AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+
+@contextlib.contextmanager
+def azure(folder: Path, port: int | None = None) -> Iterator[Server]:
+    """Azurite; it keeps all in its memory."""
+    pytest.importorskip("obstore")
+    folder.mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
+    address = f"http://127.0.0.1:{port}/{_AZURE_ACCOUNT}"
+
+    def make(name: str) -> None:
+        when = email.utils.formatdate(usegmt=True)
+        headers = {"x-ms-date": when, "x-ms-version": "2021-08-06"}
+        named = "".join(f"{key}:{value}\n" for key, value in headers.items())
+        about = f"/{_AZURE_ACCOUNT}/{_AZURE_ACCOUNT}/{name}\nrestype:container"
+        signed = f"PUT{chr(10) * 12}{named}{about}".encode()
+        key = base64.b64decode(_AZURE_KEY)
+        signature = base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+        headers |= {"Authorization": f"SharedKey {_AZURE_ACCOUNT}:{signature}"}
+        asked = urllib.request.Request(
+            f"{address}/{name}?restype=container", headers=headers, method="PUT", data=b""
+        )
+        asked.add_unredirected_header("Content-Type", "")
+        urllib.request.urlopen(asked, timeout=30).close()
+
+    command = [
+        *(program("azurite-blob"), "--blobHost", "127.0.0.1", "--blobPort", str(port)),
+        *("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"),
+    ]
+    environment = {
+        "AZURE_STORAGE_ACCOUNT_NAME": _AZURE_ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY,
+    }
+    with _running(command, folder, {}, port) as process:
+        yield Server("az", address, environment, make, process)
+
+
+#: What starts a server, by the scheme of its URLs.
+STARTS = {"s3": s3, "gs": gcs, "az": azure}
 
 
 def environment_of(server: Server) -> contextlib.AbstractContextManager[object]:

@@ -23,11 +23,10 @@ from deltackpt.format.manifest import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
 from deltackpt.storage import arrays, batch, digests, writer
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.store import spot
 
 
 def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
-    spec = arrays.spec_of(spot(directory), entry)
+    spec = arrays.spec_of({"driver": "file", "path": f"{directory}/"}, entry)
     ts.open(spec, create=True).result().write(values).result()
 
 

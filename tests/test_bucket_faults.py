@@ -24,18 +24,17 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
-from deltackpt.storage.kv_store import Unanswered
-from deltackpt.storage.store import Exists, Missing, Spot, Store
+from deltackpt.storage.store import Exists, Missing, Spot, Store, Unanswered
 
 #: Of calls that are to be given up, and of those that are not.
 SHORT_SECS = 0.5
 LONG_SECS = 60.0
 
 
-@pytest.fixture(scope="module", params=["s3", "gcs"])
+@pytest.fixture(scope="module", params=["s3", "gcs", "azure"])
 def network(request, tmp_path_factory) -> Iterator[Proxy]:
-    make = {"s3": servers.s3, "gcs": servers.gcs}[request.param]
-    with make(tmp_path_factory.mktemp(request.param)) as server, faulty(server) as found:
+    start = getattr(servers, request.param)
+    with start(tmp_path_factory.mktemp(request.param)) as server, faulty(server) as found:
         yield found
 
 

@@ -126,7 +126,7 @@ def test_no_module_has_a_name_that_says_nothing():
 
 #: Where an SDK finds an endpoint, a region and credentials, we do: these are its settings.
 OF_SDKS = {"AWS_ACCESS_KEY_ID", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"}
-OF_SDKS |= {"AWS_REGION", "TENSORSTORE_GCS_HTTP_URL"}
+OF_SDKS |= {"AWS_REGION", "TENSORSTORE_GCS_HTTP_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"}
 
 
 def test_library_code_reads_no_environment_variable_as_a_setting():

@@ -45,9 +45,9 @@ def run(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
     return root, write_chain(root, 5, codec="lossless")
 
 
-@pytest.fixture(scope="module", params=["s3", "gcs"])
+@pytest.fixture(scope="module", params=["s3", "gcs", "azure"])
 def server(request, tmp_path_factory) -> Iterator[servers.Server]:
-    start = servers.s3 if request.param == "s3" else servers.gcs
+    start = getattr(servers, request.param)
     with start(tmp_path_factory.mktemp("server")) as found:
         with servers.environment_of(found):
             yield found

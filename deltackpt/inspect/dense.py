@@ -32,6 +32,7 @@ from deltackpt.format.manifest import path_name
 from deltackpt.inspect import html
 from deltackpt.reading import saves
 from deltackpt.storage import digests
+from deltackpt.storage.kv_store import Reachable, reachable
 from deltackpt.storage.store import Spot, spot
 from deltackpt.units import size
 
@@ -72,6 +73,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         #: Files as they were when they were checked: all, or those that describe the leaves.
         self._checked: dict[bool, dict[str, Hashable]] = {}
         self._paths = {entry.key: path_name(entry.path) for entry in entries}
+        self._copied: Reachable | None = None
 
     @property
     def name(self) -> str:
@@ -156,7 +158,8 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """
         metadata = self._json(METADATA)
         name = ".".join(key)
-        store = self._dir.kvstore()
+        found = self._reachable()
+        store = dict(found.spec)
         if metadata.get("use_ocdbt", True):
             store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
         elif ".." in name.split("/"):
@@ -171,7 +174,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         }
         with self._standing():
             try:
-                return ts.open(spec, open=True, read=True).result()
+                return ts.open(spec, open=True, read=True, context=found.context).result()
             except ValueError as error:
                 raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
 
@@ -191,6 +194,16 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 raise Damaged(name, "an array that can be read", str(error)) from error
             self._check_stands()
             return found
+
+    def _reachable(self) -> Reachable:
+        """The item's files, copied once where TensorStore cannot read them."""
+        if self._copied is None:
+            with self._standing():
+                found = reachable(self._dir)
+            if found.spec["driver"] != "memory":
+                return found
+            self._copied = found
+        return self._copied
 
     @property
     def _shown(self) -> str:

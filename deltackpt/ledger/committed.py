@@ -244,12 +244,19 @@ class Committed:
                 return None
         return Stamp((prefix, below), prefix)
 
-    def kvstore(self, folder: str) -> dict[str, Any]:
-        """See ``Store``."""
+    def kvstore(self, folder: str) -> dict[str, Any] | None:
+        """See ``Store``; a file that stands in segments is none of TensorStore's."""
         unit, below = _unit_of(folder.split("/")) or (None, "")
         prefix = None if unit is None else self._place_of(unit)
-        if prefix is None:
+        if unit is None or prefix is None:
             raise Missing(f"{self.url}/{folder}")
+        lengths = (
+            digest.length
+            for name, digest in self._unit_digests(unit).items()
+            if not below or name.startswith(f"{below}/")
+        )
+        if any(length > SEGMENT_BYTES for length in lengths):
+            return None
         at = self._at(prefix, below) if below else self._catalog.root / prefix
         return at.kvstore()
 

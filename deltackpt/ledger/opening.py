@@ -13,8 +13,7 @@ from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JOURNAL, JournalView
 from deltackpt.storage import buckets
-from deltackpt.storage.kv_store import DEADLINE_SECS
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import DEADLINE_SECS, Spot
 
 
 class BucketSteps(Steps):
@@ -47,7 +46,7 @@ def open_steps(
     """Opens the steps of a directory or of a bucket, to be read; nothing is made or removed.
 
     Args:
-      where: a path, a URL (``file://``, ``s3://``, ``gs://``) or a kvstore spec as JSON.
+      where: a path, a URL (``file://``, ``s3://``, ``gs://``, ``az://``) or a kvstore spec as JSON.
       item: name of our item in the steps; found in the newest step by default.
       endpoint: address of the server of a bucket, where it is not the service's own.
       deadline_secs: of each call of a bucket.

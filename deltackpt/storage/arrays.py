@@ -23,6 +23,7 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.manifest import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
+from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.store import Missing, Spot, spot
 
 #: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.
@@ -242,10 +243,12 @@ def _read_blocks(
 def _read_through_tensorstore(
     directory: Spot, entry: ArrayEntry, start: int, stop: int, out: np.ndarray, at: Spot
 ) -> None:
-    spec = spec_of(directory, entry)
+    with _chunk(at):
+        found = reachable(directory, [at.below(directory)])
+    spec = spec_of(found.spec, entry)
     try:
         # The manifest is the truth: zarr.json is not read.
-        store = ts.open(spec, open=True, assume_metadata=True, context=unsynced()).result()
+        store = ts.open(spec, open=True, assume_metadata=True, context=found.context).result()
         ts.array(out).write(store[start:stop]).result()
     except (ValueError, OSError) as error:
         if not at.is_file():
@@ -260,11 +263,11 @@ def unsynced() -> Any:
     return ts.Context({"file_io_sync": False})
 
 
-def spec_of(directory: Spot, entry: ArrayEntry) -> dict[str, Any]:
-    """An array as TensorStore's Zarr v3 driver opens it."""
+def spec_of(kvstore: Mapping[str, Any], entry: ArrayEntry) -> dict[str, Any]:
+    """An array as TensorStore's Zarr v3 driver opens it in a kvstore."""
     return {
         "driver": "zarr3",
-        "kvstore": directory.kvstore(),
+        "kvstore": dict(kvstore),
         "metadata": metadata_of(entry),
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,

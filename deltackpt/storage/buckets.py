@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a URL means: a bucket of S3 or of Google Cloud Storage, or a kvstore of TensorStore.
+"""What a URL means: a bucket of S3, Google Cloud Storage or Azure, or a kvstore of TensorStore.
 
 Credentials are found as the SDKs of the services find them; none is in a URL, an error, an event or
 a record.
@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from deltackpt.errors import OptionError, StorageError, UnsupportedRoot
-from deltackpt.storage.kv_store import DEADLINE_SECS, KvStore, Refused
-from deltackpt.storage.store import Exists, Missing, Spot
+from deltackpt.storage.azure import AzureStore
+from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Spot, Store
 
 #: One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(/?)")
-_DRIVERS = {"s3": "s3", "gs": "gcs"}
+#: The last one is none of TensorStore's.
+_DRIVERS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 #: An endpoint of Google's API is no part of a spec: TensorStore takes it from here.
 _GCS_ENDPOINT = "TENSORSTORE_GCS_HTTP_URL"
 #: Of requests that a service refuses for the moment, or that break off; its own back-off is short,
@@ -32,6 +34,7 @@ _GCS_ENDPOINT = "TENSORSTORE_GCS_HTTP_URL"
 _RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "2s"}
 _CREDENTIALS = "AWS_ACCESS_KEY_ID"
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Place:
 
     Attributes:
       url: how it is named everywhere: what opens it again.
-      spec: of TensorStore; its path is empty, or ends in "/".
+      spec: of TensorStore, or like one; its path is empty, or ends in "/".
     """
 
     url: str
@@ -51,8 +54,19 @@ class Place:
 
         Raises:
           StorageError: it cannot be opened.
+          MissingExtra: what speaks to the service is not installed.
         """
         folder = str(self.spec.get("path", ""))
+        if self.spec["driver"] == "azure":
+            store: Store = AzureStore(
+                str(self.spec["bucket"]),
+                folder.rstrip("/"),
+                self.url,
+                endpoint=self.spec.get("endpoint"),
+                deadline_secs=deadline_secs,
+                retries=int(self.spec["azure_request_retries"]["max_retries"]),
+            )
+            return Spot(store, "")
         # The store is the bucket's folder: its keys are what is below.
         store = KvStore({**self.spec, "path": folder}, self.url, deadline_secs=deadline_secs)
         return Spot(store, "")
@@ -99,7 +113,7 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
     """What a URL, or a kvstore spec as JSON, means.
 
     Args:
-      where: ``s3://bucket/path``, ``gs://bucket/path``, or JSON.
+      where: ``s3://bucket/path``, ``gs://bucket/path``, ``az://container/path``, or JSON.
       endpoint: address of the server, where it is not the service's own.
 
     Raises:
@@ -113,9 +127,9 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
     scheme = found[1].lower() if found is not None else ""
     if found is None or scheme not in _DRIVERS:
         raise UnsupportedRoot(
-            f"{text}: expected a path of a file system, or a URL with file://, gs:// or s3://, "
-            f"found the scheme {scheme!r}, which deltackpt does not commit on; mount it, or give a "
-            "kvstore spec of TensorStore as JSON"
+            f"{text}: expected a path of a file system, or a URL with file://, s3://, gs:// or "
+            f"az://, found the scheme {scheme!r}, which deltackpt does not commit on; mount it, or "
+            "give a kvstore spec of TensorStore as JSON"
         )
     bucket, _, path = text[found.end() :].partition("/")
     path = path.strip("/")
@@ -151,6 +165,7 @@ def _by_spec(text: str, endpoint: str | None) -> Place:
 
 def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]:
     """A spec that names a server, and says how often to ask it again."""
+    found: dict[str, Any]
     if spec["driver"] == "gcs":
         if endpoint is not None:
             known = os.environ.get(_GCS_ENDPOINT)
@@ -161,13 +176,19 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
                 )
             os.environ[_GCS_ENDPOINT] = endpoint
         return {**spec, "gcs_request_retries": _RETRIES}
+    if spec["driver"] == "azure":
+        known = (os.environ[name] for name in _AZURE_ENDPOINTS if os.environ.get(name))
+        endpoint = endpoint or next(known, None)
+        found = {"azure_request_retries": _RETRIES, **spec}
+        return found if endpoint is None else {**found, "endpoint": endpoint}
     if spec["driver"] != "s3":
         if endpoint is None:
             return spec
         raise OptionError(
-            f"{spec['driver']}: expected an s3:// or gs:// URL beside an endpoint; leave that out"
+            f"{spec['driver']}: expected an s3://, gs:// or az:// URL beside an endpoint; leave "
+            "that out"
         )
-    found: dict[str, Any] = {"s3_request_retries": _RETRIES, **spec}
+    found = {"s3_request_retries": _RETRIES, **spec}
     endpoint = (
         endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     )

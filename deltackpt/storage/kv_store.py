@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key-value store of TensorStore as a Store: S3, Google Cloud Storage and others.
+"""A kvstore of TensorStore as a Store, S3 and Google Cloud Storage first; and the other way round.
 
 TensorStore has no deadlines: of a server that takes a connection and says nothing it was still
 waiting after 100 s. So every call here has one, after which it is given up; what it was to write
@@ -11,19 +11,18 @@ long an object is: ``length`` reads it whole.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorstore as ts
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.storage.store import Exists, Missing, Stamp
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Spot, Stamp, Unanswered
 
 #: The generation of what is not there, to be written only then.
 _ABSENT = b"\x02"
-#: Of one call, unless a store is opened with another: an object of 64 MiB takes a second.
-DEADLINE_SECS = 60.0
 #: Deletions on their way at a time; no service that we speak to deletes several at once.
 _DELETIONS = 16
 _CODE = re.compile(r"([A-Z_]+): ")
@@ -31,12 +30,41 @@ _CODE = re.compile(r"([A-Z_]+): ")
 _CUT_HEADS = ("not found in response headers", "Malformed List response", "Failed to parse ")
 
 
-class Unanswered(StorageError):
-    """No answer came in time, or one that says to try again: what was asked may be done, or not."""
+class Reachable(NamedTuple):
+    """A folder as TensorStore opens it.
+
+    Attributes:
+      spec: of a kvstore; its path is empty, or ends in "/".
+      context: to open it in.
+    """
+
+    spec: dict[str, Any]
+    context: Any
 
 
-class Refused(StorageError):
-    """The store will not do it: credentials, policies, or a bucket that is not there."""
+@functools.cache
+def _context() -> Any:
+    return ts.Context()
+
+
+def reachable(at: Spot, names: Iterable[str] | None = None) -> Reachable:
+    """A folder where TensorStore reads it: in its place, or else as a copy in memory.
+
+    Args:
+      at: the folder.
+      names: what a copy needs to hold; all that is in it by default.
+
+    Raises:
+      Missing, StorageError: as ``Store.get``.
+    """
+    spec = at.kvstore()
+    if spec is not None:
+        return Reachable(spec, _context())
+    found = Reachable({"driver": "memory", "path": ""}, ts.Context())
+    copy: Any = ts.KvStore.open(found.spec, context=found.context).result()
+    for name in at.keys() if names is None else names:
+        copy.write(name, at.store.get((at / name).key)).result()
+    return found
 
 
 class _OutOfRange(StorageError):

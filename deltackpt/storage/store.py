@@ -25,6 +25,8 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.storage import files
 
+#: Of one call of a bucket, unless it is opened with another: 64 MiB take a second.
+DEADLINE_SECS = 60.0
 #: How often a file is put anew where its folder goes while that is done.
 _PUT_TRIES = 100
 
@@ -42,6 +44,14 @@ class Exists(StorageError):
 
     It may be what was put: of a network an answer can be lost, and what is tried again finds it.
     """
+
+
+class Unanswered(StorageError):
+    """No answer came in time, or one that says to try again: what was asked may be done, or not."""
+
+
+class Refused(StorageError):
+    """The store will not do it: credentials, policies, or a bucket that is not there."""
 
 
 class Stamp(NamedTuple):
@@ -149,8 +159,8 @@ class Store(Protocol):
         """What tells a folder from another one in its place; None where there is none."""
         ...
 
-    def kvstore(self, folder: str) -> dict[str, Any]:
-        """The same place as a kvstore of TensorStore, of which the store has one."""
+    def kvstore(self, folder: str) -> dict[str, Any] | None:
+        """The same place as a kvstore of TensorStore; None where TensorStore cannot read it."""
         ...
 
 
@@ -279,8 +289,8 @@ class Spot(NamedTuple):
         """
         return {name: self.store.version((self / name).key) for name in self.keys()}
 
-    def kvstore(self) -> dict[str, Any]:
-        """The folder as a kvstore of TensorStore."""
+    def kvstore(self) -> dict[str, Any] | None:
+        """The folder as a kvstore of TensorStore; None where that cannot read it."""
         return self.store.kvstore(self.key)
 
 

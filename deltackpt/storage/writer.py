@@ -22,7 +22,6 @@ from deltackpt.resources.memory import aligned_buffer
 from deltackpt.storage import arrays, files
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import CRC_BYTES
-from deltackpt.storage.store import spot
 
 #: Compressed chunks of one array on their way, each in memory of its own.
 _WRITES_IN_FLIGHT = 4
@@ -168,7 +167,7 @@ class _Compressed:
         self._batch = batch
         self._writes: collections.deque[ts.WriteFutures] = collections.deque()
         with _refusals(directory):
-            spec = arrays.spec_of(spot(directory), entry)
+            spec = arrays.spec_of({"driver": "file", "path": f"{directory}/"}, entry)
             self._store = ts.open(spec, create=True, context=arrays.unsynced()).result()
 
     def write(self, start: int, rows: np.ndarray) -> None:

@@ -97,8 +97,8 @@ def copy(
     """Copies steps with all that restoring them needs; the copy restores from its new place.
 
     Args:
-      source: a directory, a URL (``file://``, ``gs://``, ``s3://``), or a kvstore spec of
-        TensorStore as JSON.
+      source: a directory, a URL (``file://``, ``s3://``, ``gs://``, ``az://``), or a kvstore
+        spec of TensorStore as JSON.
       target: likewise.
       item: name of our item in the steps.
       steps: the steps to copy; by default the newest.

@@ -120,7 +120,7 @@ class Layers:
         """See ``Store``."""
         return self._ask(folder, lambda store: store.stamp(folder))
 
-    def kvstore(self, folder: str) -> dict[str, Any]:
+    def kvstore(self, folder: str) -> dict[str, Any] | None:
         """See ``Store``."""
         return self._ask(folder, lambda store: store.kvstore(folder))
 

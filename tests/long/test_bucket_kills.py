@@ -127,9 +127,9 @@ def promoters(node: Path) -> list[int]:
     return found
 
 
-@pytest.fixture(params=["s3", "gcs"])
+@pytest.fixture(params=["s3", "gcs", "azure"])
 def field(request, tmp_path, campaign) -> Iterator[Field]:
-    start = servers.s3 if request.param == "s3" else servers.gcs
+    start = getattr(servers, request.param)
     with start(tmp_path / "server") as server, servers.environment_of(server):
         url = server.bucket("bucket") + "/run"
         found = Field(server, url, tmp_path, campaign.random("buckets", request.param))

@@ -153,7 +153,7 @@ def _check(root: Spot, trainers: list[_Trainer]) -> list[entries.Entry]:
     return history
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gcs"])
+@pytest.mark.parametrize("scheme", ["s3", "gcs", "azure"])
 @pytest.mark.parametrize("faults", [0.02, 0.1])
 def test_two_trainers_on_a_bad_network_lose_no_commit(campaign, figures, tmp_path, scheme, faults):
     drawn = campaign.random("bucket orders", scheme, faults)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A container of Azure Blob Storage as a Store, by obstore: the extra ``deltackpt[azure]``.
+
+TensorStore has no driver for it. Credentials are found by obstore in the variables of Azure's own
+tools (``AZURE_STORAGE_ACCOUNT_NAME`` and a key, a token, or an identity of the machine). A signed
+URL would show its signature: of what obstore says of a failure errors hold the codes, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from deltackpt.errors import Damaged, MissingExtra, StorageError
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Stamp, Unanswered
+
+#: Of a server that takes no connection.
+_CONNECT_SECS = 10.0
+_MOST_RETRIES = 4
+#: Codes of HTTP after which the same request may succeed.
+_BUSY = {408, 429, *range(500, 600)}
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+#: Of Azure, of a blob that is not there; of a container that is not there it has another one.
+_NO_CONTAINER = "ContainerNotFound"
+
+
+class AzureStore:
+    """Bytes under keys of a container."""
+
+    def __init__(
+        self,
+        container: str,
+        folder: str,
+        url: str,
+        *,
+        endpoint: str | None = None,
+        deadline_secs: float = DEADLINE_SECS,
+        retries: int = _MOST_RETRIES,
+    ):
+        """Opens one; nothing is asked yet.
+
+        Args:
+          container: its name.
+          folder: what all keys are below; "" for all of the container.
+          url: how errors name it.
+          endpoint: address of the server with the account, where it is not Azure's own.
+          deadline_secs: of each call.
+          retries: how often a request is sent again that the service refuses for the moment.
+
+        Raises:
+          MissingExtra: obstore is not installed.
+          StorageError: no account is named, or the address is none.
+        """
+        try:
+            import obstore
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise MissingExtra(
+                f"{url}: expected obstore, which speaks to Azure, found none; install it: "
+                "pip install 'deltackpt[azure]'"
+            ) from error
+        self._url = url
+        self._deadline_secs = deadline_secs
+        self._api: Any = obstore
+        # No request is sent again in the second half of the time: at worst half of it is overrun.
+        deadline = datetime.timedelta(seconds=deadline_secs)
+        connect = min(deadline, datetime.timedelta(seconds=_CONNECT_SECS))
+        try:
+            self._store: Any = obstore.store.AzureStore(
+                container,
+                prefix=folder or None,
+                client_options={
+                    "timeout": deadline,
+                    "connect_timeout": connect,
+                    "allow_http": (endpoint or "").startswith("http://"),
+                },
+                retry_config={
+                    "max_retries": retries,
+                    "retry_timeout": deadline / 2,
+                    "backoff": {
+                        "init_backoff": datetime.timedelta(milliseconds=100),
+                        "max_backoff": datetime.timedelta(seconds=2),
+                        "base": 2,
+                    },
+                },
+                config={} if endpoint is None else {"endpoint": endpoint},
+            )
+        except (ValueError, obstore.exceptions.BaseError) as error:
+            raise Refused(
+                f"{url}: expected an account of Azure and its credentials in the environment, "
+                f"found: {_told(error)}; set AZURE_STORAGE_ACCOUNT_NAME, and "
+                "AZURE_STORAGE_ACCOUNT_KEY or another credential that obstore knows"
+            ) from OSError(_told(error))
+
+    @property
+    def url(self) -> str:
+        """See ``Store``."""
+        return self._url
+
+    def get(self, key: str) -> bytes:
+        """See ``Store``."""
+        with self._refusals(f"read {key}", missing=key):
+            return bytes(self._api.get(self._store, key).bytes())
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> None:
+        """See ``Store``."""
+        wanted = sum(part.nbytes for part in parts)
+        if whole or start < 0 or not wanted:
+            # Neither ranges that count from the end nor empty ones are asked of Azure.
+            length = self.length(key)
+            first = start + length if start < 0 else start
+            if first < 0 or first + wanted > length or (whole and first + wanted != length):
+                expected = wanted if whole else max(-start, first + wanted)
+                raise Damaged(f"{self._url}/{key}", f"{expected} bytes", f"{length} bytes")
+            start = first
+        if not wanted:
+            return
+        try:
+            with self._refusals(f"read {key}", missing=key):
+                data = memoryview(
+                    self._api.get_range(self._store, key, start=start, length=wanted)
+                ).cast("B")
+        except StorageError:
+            # One that ends before the range begins is refused.
+            self._check_length(key, start + wanted)
+            raise
+        if len(data) != wanted:
+            raise Damaged(
+                f"{self._url}/{key}", f"{start + wanted} bytes", f"{start + len(data)} bytes"
+            )
+        for part in parts:
+            part.cast("B")[:] = data[: part.nbytes]
+            data = data[part.nbytes :]
+
+    def length(self, key: str) -> int:
+        """See ``Store``."""
+        return int(self._head(key)["size"])
+
+    def version(self, key: str) -> Hashable:
+        """See ``Store``."""
+        return self._head(key)["e_tag"]
+
+    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
+        """See ``Store``."""
+        mode = "create" if absent else "overwrite"
+        with self._refusals(f"write {key}"):
+            # Of several blocks the last one would be the condition's, with more requests.
+            self._api.put(self._store, key, bytes(data), mode=mode, use_multipart=False)
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        """See ``Store``."""
+        with self._refusals(f"list {folder}/"):
+            found = [
+                str(each["path"])
+                for page in self._api.list(self._store, prefix=folder or None)
+                for each in page
+            ]
+        return sorted(key for key in found if key > after)
+
+    def folders(self, folder: str) -> list[str]:
+        """See ``Store``."""
+        with self._refusals(f"list {folder}/"):
+            found = self._api.list_with_delimiter(self._store, prefix=folder or None)
+        names = (str(name).rstrip("/") for name in found["common_prefixes"])
+        return sorted(name.rpartition("/")[2] for name in names)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See ``Store``."""
+        for key in keys:
+            with contextlib.suppress(Missing), self._refusals(f"delete {key}", missing=key):
+                self._api.delete(self._store, key)
+
+    def stamp(self, folder: str) -> Stamp | None:
+        """See ``Store``; a folder is what its objects are."""
+        found = self.keys(folder)
+        if not found:
+            return None
+        with contextlib.suppress(Missing):
+            return Stamp((folder, self.version(found[0])), tuple(found))
+        return None
+
+    def kvstore(self, folder: str) -> dict[str, Any] | None:
+        """See ``Store``: there is no driver for it."""
+        return None
+
+    def _head(self, key: str) -> Any:
+        with self._refusals(f"read {key}", missing=key):
+            return self._api.head(self._store, key)
+
+    def _check_length(self, key: str, expected: int) -> None:
+        length = self.length(key)
+        if length < expected:
+            raise Damaged(f"{self._url}/{key}", f"{expected} bytes", f"{length} bytes")
+
+    @contextlib.contextmanager
+    def _refusals(self, action: str, *, missing: str | None = None) -> Iterator[None]:
+        """Says what went wrong; of what is missing that this key is."""
+        try:
+            yield
+        except self._api.exceptions.AlreadyExistsError as error:
+            key = action.partition(" ")[2]
+            raise Exists(
+                f"{self._url}/{key}: expected nothing there, found an object; read who put it there"
+            ) from OSError(_told(error))
+        except FileNotFoundError as error:
+            if missing is not None:
+                raise Missing(f"{self._url}/{missing}") from OSError(_told(error))
+            raise self._failed(Refused, action, _told(error)) from OSError(_told(error))
+        except (OSError, ValueError, self._api.exceptions.BaseError) as error:
+            if isinstance(error, StorageError):
+                raise
+            raise self._failed(_kind(error), action, _told(error)) from OSError(_told(error))
+
+    def _failed(self, kind: type[StorageError], action: str, told: str) -> StorageError:
+        if kind is Unanswered and not _STATUS.search(told):
+            return kind(
+                f"{self._url}: expected to {action}, found no answer within "
+                f"{self._deadline_secs:g} s; check that the service is up, then try again"
+            )
+        return kind(
+            f"{self._url}: expected to {action}, found: {told}; check the URL, the endpoint and "
+            "the credentials, then try again"
+        )
+
+
+def _kind(error: Exception) -> type[StorageError]:
+    status = _STATUS.search(str(error))
+    if status is not None:
+        return Unanswered if int(status[1]) in _BUSY else Refused
+    # Refused without an answer: what obstore was asked, or a credential that cannot be had.
+    return Unanswered if type(error).__name__ == "GenericError" else Refused
+
+
+def _told(error: Exception) -> str:
+    """The kind of a failure, with the codes of the answer: the rest may hold what is secret."""
+    status, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    found = "NotFoundError" if isinstance(error, FileNotFoundError) else type(error).__name__
+    found += "" if status is None else f", status code: {status[1]}"
+    return found + ("" if code is None else f" {code[1]}")
