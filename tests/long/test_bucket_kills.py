@@ -35,7 +35,9 @@ from deltackpt.upkeep.verify import verify_root
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
+#: Of all servers together.
 KILLS = 1000
+SERVERS = ("s3", "gcs", "azure")
 #: Of nothing that is asserted on.
 _PATIENCE_SECS = 120
 
@@ -127,7 +129,7 @@ def promoters(node: Path) -> list[int]:
     return found
 
 
-@pytest.fixture(params=["s3", "gcs", "azure"])
+@pytest.fixture(params=SERVERS)
 def field(request, tmp_path, campaign) -> Iterator[Field]:
     start = getattr(servers, request.param)
     with start(tmp_path / "server") as server, servers.environment_of(server):
@@ -139,7 +141,7 @@ def field(request, tmp_path, campaign) -> Iterator[Field]:
 
 
 def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, figures):
-    draw, kills = field.draw, campaign.count(KILLS) // 2
+    draw, kills = field.draw, campaign.count(KILLS) // len(SERVERS)
     stop, problems = threading.Event(), list[BaseException]()
 
     def watch() -> None:
