@@ -110,13 +110,17 @@ class CheckpointManager:
         self._untold: Failure | None = None
         self._verifier = TrackingVerifier()
         if not options.read_only:
-            for error in exits.take_over(opening.saves_to(directory, options)):
+            for error in exits.take_over(opening.saves_to(directory, options, processes.index())):
                 events.warn(f"another manager of this process was open on the directory: {error}")
 
         def open_root(writing: bool) -> Steps:
-            count = processes.count()
             return opening.open_root(
-                directory, item=item, options=options, writing=writing, processes=count
+                directory,
+                item=item,
+                options=options,
+                writing=writing,
+                process=processes.index(),
+                processes=processes.count(),
             )
 
         self._run = Run.begin(directory, item, choice, options, sinks, open_root)

@@ -151,6 +151,9 @@ class Tiers:
       keep_local: how many of the newest chains stay in the stage, so that a restart on the node
         reads nothing from the bucket. Others leave it once they are at the root.
       bytes_per_sec: the most that promotion sends; None for all that the network takes.
+      shared: whether all processes of a job see the one stage. If not, each has a stage of its
+        own, ``process-<number>`` below that, such as on a disk of its node; it is promoted from
+        there, and restores read the root.
       endpoint: address of the service, where it is not the provider's own.
     """
 
@@ -159,6 +162,7 @@ class Tiers:
     wait_for: WaitFor = "root"
     keep_local: int = 2
     bytes_per_sec: float | None = None
+    shared: bool = True
     endpoint: str | None = None
 
     def __post_init__(self) -> None:

@@ -63,6 +63,41 @@ def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, t
     assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3, 4]
 
 
+def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> None:
+    """Each process with a stage that no other one sees."""
+    for number, process in enumerate(job.processes):
+        tiers = {"stage": str(folder / f"node{number}"), "endpoint": endpoint, "shared": False}
+        process.ask("open", root=url, tiers=tiers | how, notes=True)
+    for answer in job.answers():
+        assert "error" not in answer, answer
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_with_stages_of_their_own_each_promote_their_parts(
+    server, bucket, tmp_path, processes
+):
+    url = bucket.bucket(f"parts{processes}") + "/run"
+    with Job(server, tmp_path / "jobs", processes=processes, devices=4 // processes) as job:
+        opened_apart(job, url, tmp_path, bucket.endpoint)
+        job.all("start", place=PLACE)
+        assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
+        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
+        for answer in job.all("restore", step=1, place=PLACE, like=1):
+            assert (answer["step"], answer["wrong"]) == (1, None)
+        assert saved(job, 3) == "delta"
+        assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3]
+        job.close()
+    assert verify_root(url, endpoint=bucket.endpoint).intact
+    elsewhere = {"stage": str(tmp_path / "other"), "endpoint": bucket.endpoint}
+    with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
+        job.all("open", root=url, tiers=elsewhere)
+        turned = {"mesh": [4, 1], "layout": "turned"}
+        for answer in job.all("restore_latest", place=turned, like=3):
+            assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
+        assert saved(job, 4) == "delta"
+        job.close()
+
+
 def test_stages_that_not_all_processes_see_are_refused(server, bucket, tmp_path):
     url = bucket.bucket("apart") + "/run"
     with Job(server, tmp_path / "jobs", processes=2) as job:

@@ -63,10 +63,14 @@ COPYING = ".copying"
 COPIED = "copied"
 GAPS = "rows.gaps"
 
+#: Folder of the nodes of a database, where they do not stand beside values in "d/".
+DENSE_NODES = "n/"
+
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
 _STEP_DIGESTS = re.compile(r"digests\.step\.(\d+)\.msgpack")
 #: What Orbax calls the folder of the dense files that a process writes.
 _DENSE_PART = re.compile(r"ocdbt\.process_(\d+)")
+_DENSE_NODE = re.compile(rf"[^/]+/ocdbt\.process_\d+/(manifest\.ocdbt|{DENSE_NODES}.+)")
 _PART = re.compile(r"part\.\d+")
 #: The digests of a part are covered by its manifest.
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
@@ -150,6 +154,14 @@ class _Folder(Protocol):
 
 
 _Where = TypeVar("_Where", bound=_Folder)
+
+
+def is_dense_node(name: str) -> bool:
+    """Whether a path below a step is a manifest or a node of a process's database of dense leaves.
+
+    Where nodes have a folder of their own, these say all but the values.
+    """
+    return _DENSE_NODE.fullmatch(name) is not None
 
 
 def part_dir(item_dir: _Where, process: int) -> _Where:

@@ -166,6 +166,28 @@ class Processes:
                 found = find()
         return self.agree(what, found)
 
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """What each process gives, by process; the same answer on every process.
+
+        Args:
+          what: what is gathered, for errors.
+          value: whatever json can write.
+
+        Raises:
+          ProcessMissing: a process did not come in time.
+        """
+        if self.count == 1:
+            return [value]
+        self._meet(what)
+        data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data))))
+        sent = np.zeros(int(lengths.max()), np.uint8)
+        sent[: len(data)] = data
+        found = np.asarray(multihost_utils.process_allgather(sent))
+        return [
+            json.loads(one[:length].tobytes()) for one, length in zip(found, lengths, strict=True)
+        ]
+
     def named(self, what: str, error: BaseException) -> ProcessMissing:
         """A barrier of the coordination service that was not met in time, with who was missing."""
         # The service names those that did not come after the first that did.

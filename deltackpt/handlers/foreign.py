@@ -11,6 +11,7 @@ from typing import Any
 
 from etils import epath
 
+from deltackpt.errors import OptionError
 from deltackpt.format import names
 from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
 from deltackpt.resources.workers import Workers
@@ -52,10 +53,25 @@ class HandlerItem:
             future.result()
         if others.count == 1:
             return
+        if others.apart:
+            self._adopt_apart(item_dir, batch, others)
+            return
         for own in _own(item_dir, others.process):
             batch.adopt(own)
         # Whoever wrote the rest: what this process holds of it is on disk.
         files.fsync_tree(item_dir, while_others_write=True)
+
+    def _adopt_apart(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+        """Takes what this process wrote; nobody could put the arrays of several together."""
+        if _own(item_dir, others.process):
+            raise OptionError(
+                f"item {item_dir.name}: expected one that {type(self._handler).__name__} writes on "
+                "one process, with Tiers(shared=False), found arrays of several processes in it; "
+                "give the job a stage that all processes see, or keep unusual leaves (strings and "
+                "PRNG keys of several processes) out of the state"
+            )
+        if others.process > 0:
+            batch.adopt(item_dir)
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""

@@ -174,6 +174,7 @@ class Restorer:
         self, step: int, template: Any, rows: RowRanges | None, service: Service
     ) -> tuple[Found, float]:
         with self._run.among.together(f"finding step {step}"):
+            self._run.root.await_readable(step)
             found = self._steps.find(step, template, rows, service)
         return found, time.perf_counter()
 

@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from deltackpt import events, processes
 from deltackpt.errors import OptionError
 from deltackpt.handlers.agreement import Processes
+from deltackpt.handlers.board import JobBoard
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
+from deltackpt.save.apart import Meetings
 from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.state.choice import Tables
 from deltackpt.tracking.fingerprints import RowTracker
 
@@ -39,6 +44,7 @@ class Run:
       staging: memory for snapshots.
       workers: threads of saves.
       tracker: what finds touched rows where that is the manager's business.
+      meetings: where processes meet that do not see each other's directories.
       newest: the newest step, as process 0 found it at first; every committed one since.
       restored: the step that the next save goes on from, where it is not the newest one.
     """
@@ -54,6 +60,7 @@ class Run:
     workers: Workers
     tracker: RowTracker | None
     newest: int | None
+    meetings: Meetings | None = None
     restored: int | None = None
 
     @classmethod
@@ -88,6 +95,13 @@ class Run:
         what = f"{os.fspath(directory)}: opening it"
         newest = among.of_first(what, first, fatal=True, patience=1)
         root = opened[0] if opened else open_root(False)
+        meetings = None
+        if isinstance(root, Held) and root.apart:
+            root.join(functools.partial(among.gather, what))
+            newest = among.of_first(what, root.newest_step, fatal=True)
+            meetings = Meetings(
+                JobBoard(), among.index, among.count, options.timeouts.processes_secs
+            )
         lineage = Lineage(
             options.deltas.policy,
             ledger=root if isinstance(root, Held) else None,
@@ -107,6 +121,7 @@ class Run:
             workers=Workers(),
             tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
             newest=newest,
+            meetings=meetings,
         )
 
     @property
@@ -114,6 +129,12 @@ class Run:
         """The root, of a manager that saves."""
         assert isinstance(self.root, Held)
         return self.root
+
+    def meeting(self, temporary: Path) -> Rendezvous:
+        """Where the processes meet that write a step."""
+        if self.meetings is None:
+            return of_this_process(temporary, self.options.timeouts.processes_secs)
+        return self.meetings.of(temporary, fsync=self.fsync)
 
     @property
     def fsync(self) -> bool:

@@ -51,7 +51,6 @@ from deltackpt.save.flight import (
     RefusedSave,
     SaveReport,
 )
-from deltackpt.save.rendezvous import of_this_process
 from deltackpt.save.step import Committed, Item, Step
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
@@ -251,7 +250,7 @@ class Saver:
             final=run.held.step_dir(number),
             items=items,
             tables=run.item,
-            others=of_this_process(temporary, run.options.timeouts.processes_secs),
+            others=run.meeting(temporary),
             fsync=run.fsync,
             metadata=lambda: self._metadata(items, arguments, begun_ns),
             check=run.held.check_lease,
@@ -420,7 +419,8 @@ class Saver:
         """Tells what happened between stage and root since the last call."""
         if isinstance(held := self._run.root, Held):
             for event in held.news():
-                events.emit(event, self._run.sinks)
+                if held.tells:
+                    events.emit(event, self._run.sinks)
                 if not isinstance(event, events.FailureEvent) or event.step is None:
                     continue
                 if event.code == Damaged.code:

@@ -20,7 +20,12 @@ class Held(Steps, abc.ABC):
 
     Attributes:
       path: the directory that saves are made in: the root itself, or its stage.
+      apart: whether of a job of several processes each has a ``path`` that the others do not see.
+      tells: whether what happened in the background is this process's to tell.
     """
+
+    apart = False
+    tells = True
 
     def __init__(self, spot: Spot, item: str, path: Path, given: str | os.PathLike[str]):
         """Holds nothing yet.
@@ -95,6 +100,13 @@ class Held(Steps, abc.ABC):
     def base_of(self, save_id: SaveId) -> BaseRef | None:
         """The compacted base that stands for a save, where it is not in ``path``."""
         return None
+
+    def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """Called first, by all processes of a job: what counts is what all of them have.
+
+        Args:
+          gather: what each process gives, on every process.
+        """
 
     def begin(self, goes_on: SaveId | None) -> None:
         """Notes what training goes on from, before its first save; None where it began afresh.

@@ -155,6 +155,14 @@ class Steps:
         """Where fetched files go; None: where temporary files go."""
         return None
 
+    def await_readable(self, step: int) -> None:
+        """Waits until a committed step can be read here; of most roots it always can.
+
+        Raises:
+          Damaged: it never can.
+          WaitTimeout: it cannot yet.
+        """
+
     def found_damaged(self, step: int) -> bool:
         """A step could not be read: sets aside what is damaged where there is another copy of it.
 

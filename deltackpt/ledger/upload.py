@@ -95,7 +95,42 @@ def upload(
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Uploaded:
-    """Puts files, and then what they are; nothing is visible before that is committed.
+    """Puts files, and then what they are: ``send``, then ``describe``."""
+    objects = send(source, files, target, workers=workers, pace=pace, on_bytes=on_bytes)
+    return describe(files, target, objects)
+
+
+def describe(files: Mapping[str, Digest], target: Spot, objects: int) -> Uploaded:
+    """Puts what the files under a prefix are, all of which have been put.
+
+    Args:
+      files: as for ``send``.
+      target: likewise.
+      objects: how many objects they are.
+
+    Raises:
+      StorageError: the store refused, or did not answer.
+    """
+    record = digests.digests_bytes(Digests.of(files))
+    to = target / COMMIT
+    to.store.put(to.key, record)
+    return Uploaded(
+        nbytes=sum(digest.length for digest in files.values()),
+        crc32c=google_crc32c.value(record),
+        objects=objects + 1,
+    )
+
+
+def send(
+    source: Spot,
+    files: Mapping[str, Digest],
+    target: Spot,
+    *,
+    workers: int = WORKERS,
+    pace: Pace | None = None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> int:
+    """Puts files; nothing is visible before it is committed what they are.
 
     Args:
       source: the folder that they are read from.
@@ -104,6 +139,9 @@ def upload(
       workers: objects on their way at a time.
       pace: bounds the bytes per second.
       on_bytes: called with bytes put, from several threads.
+
+    Returns:
+      How many objects they are.
 
     Raises:
       Damaged: a file is missing or altered at the source; it is named.
@@ -136,20 +174,12 @@ def upload(
         order = sorted(files, key=lambda name: -files[name].length)
         pending = [pool.submit(put, name) for name in order]
         try:
-            objects = sum(future.result() for future in concurrent.futures.as_completed(pending))
+            return sum(future.result() for future in concurrent.futures.as_completed(pending))
         except BaseException:
             stopped.set()
             for future in pending:
                 future.cancel()
             raise
-    record = digests.digests_bytes(Digests.of(files))
-    to = target / COMMIT
-    to.store.put(to.key, record)
-    return Uploaded(
-        nbytes=sum(digest.length for digest in files.values()),
-        crc32c=google_crc32c.value(record),
-        objects=objects + 1,
-    )
 
 
 def _read(at: Spot, start: int, nbytes: int, *, whole: bool) -> bytes:

@@ -90,6 +90,27 @@ def every_digest(folder: Spot, item: str, *, base: bool = False) -> dict[str, Di
     return known
 
 
+def only_at(folder: Spot, item: str, process: int) -> dict[str, Digest]:
+    """Digests of the files of a step that only the stage of one of its processes has.
+
+    Args:
+      folder: the step, or what the process has of it.
+      item: name of our item.
+      process: any but the first, which has all that describes the step.
+
+    Raises:
+      Damaged: a record of it is missing or altered.
+      StorageError: one cannot be read.
+    """
+    own = folder / item / names.digests_name(process)
+    step = folder / names.step_digests_name(process)
+    found = digests.read_digests(own)
+    files = {f"{item}/{path}": found.digest(path) for path in found.files}
+    found = digests.read_digests(step)
+    rest = (path for path in found.files if not names.is_dense_node(path))
+    return files | {path: found.digest(path) for path in rest}
+
+
 class _Inventory:
     """An inventory that is being put together."""
 

@@ -68,7 +68,7 @@ class DenseLeaves:
         if others.count > 1:
             own = ocdbt.process_directory(item_dir, others.process)
         try:
-            ocdbt.write(own, self._values, batch)
+            ocdbt.write(own, self._values, batch, nodes_apart=others.apart)
         finally:
             self.release()
         for name, text in self._plan.files.items():

@@ -18,8 +18,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import google_crc32c
 
@@ -44,10 +45,35 @@ _AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Note:
+    """What a process that cannot do its part leaves for the others.
+
+    Attributes:
+      error: what went wrong.
+      missing: the processes that did not come, where that is it.
+      doubt: whether what this run believes of the touched rows may be wrong.
+    """
+
+    error: str
+    missing: tuple[int, ...] | None
+    doubt: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Note:
+        """That of an error."""
+        return cls(
+            error=f"{type(error).__name__}: {error}",
+            missing=error.processes if isinstance(error, ProcessMissing) else None,
+            doubt=isinstance(error, DeltackptError) and error.leaves_doubt,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendezvous:
     """One process's view of a save in flight.
 
     Attributes:
+      apart: whether no process sees the directory of another one.
       temporary: the step's temporary directory.
       process: index of this process.
       count: how many processes there are.
@@ -59,15 +85,20 @@ class Rendezvous:
     process: int
     count: int
     timeout_secs: float
+    apart: ClassVar[bool] = False
+
+    def tell(self, records: Mapping[str, bytes]) -> None:
+        """Tells the others what they need to know of what this process wrote, which is forced.
+
+        Where they see its directory its files do.
+
+        Args:
+          records: files that say it, by posix path below the step.
+        """
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process cannot do its part; never raises."""
-        missing = error.processes if isinstance(error, ProcessMissing) else None
-        note = {
-            "error": f"{type(error).__name__}: {error}",
-            "missing": missing,
-            "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
-        }
+        note = dataclasses.asdict(Note.of(error))
         path = self.temporary / names.failure_name(self.process)
         # Where it cannot be written the others wait until their time is up, and name this process.
         with contextlib.suppress(OSError):
@@ -178,7 +209,18 @@ class Rendezvous:
             time.sleep(min(pause, secs - waited))
 
     def _raise_failure(self) -> None:
-        """Raises what another process noted; process 0 looks at all notes, the others at its own.
+        """Raises what another process noted: to process 0 any other, to these process 0."""
+        for process, note in sorted(self._noted().items()):
+            text = (
+                f"{self._step}: expected a part of every process, found that process {process} "
+                f"failed: {note.error}"
+            )
+            if note.missing is None:
+                raise ProcessFailed(text, leaves_doubt=note.doubt)
+            raise ProcessMissing(text, tuple({*note.missing} - {self.process}))
+
+    def _noted(self) -> dict[int, Note]:
+        """The notes that this process looks at.
 
         Opening the directory renews what a network file system remembers of it.
         """
@@ -188,18 +230,12 @@ class Rendezvous:
             with contextlib.suppress(FileNotFoundError):
                 os.close(os.open(self.temporary, os.O_RDONLY))
             noted = {0}
-        for process in sorted(noted):
-            path = self.temporary / names.failure_name(process)
-            if not path.exists():
-                continue
-            note = json.loads(files.read_bytes(path))
-            text = (
-                f"{self._step}: expected a part of every process, found that process {process} "
-                f"failed: {note['error']}"
-            )
-            if note["missing"] is None:
-                raise ProcessFailed(text, leaves_doubt=note["doubt"])
-            raise ProcessMissing(text, tuple(set(note["missing"]) - {self.process}))
+        paths = {process: self.temporary / names.failure_name(process) for process in noted}
+        return {
+            process: Note(**json.loads(files.read_bytes(path)))
+            for process, path in paths.items()
+            if path.exists()
+        }
 
     def _missing(self, processes: set[int], what: str) -> ProcessMissing:
         secs = self.timeout_secs * (1 if self.process == 0 else 2)

@@ -121,7 +121,12 @@ def _write(step: Step, batch: FileBatch) -> Committed:
     written_at = time.perf_counter()
     if others.process > 0:
         _tell_written(step, batch)
+        if others.apart:
+            others.tell(_records(step))
         others.await_commit(step.final.is_dir)
+        if others.apart:
+            step.check()
+            files.rename(temporary, step.final, fsync=step.fsync)
         return Committed(written_at, time.perf_counter())
     if others.count > 1:
         batch.force()  # While the others write.
@@ -143,6 +148,25 @@ def _commit(step: Step, batch: FileBatch) -> None:
     batch.force()
     step.check()
     files.rename(temporary, step.final, fsync=step.fsync)
+    if step.others.apart:
+        head = f"{step.tables}/{names.manifest_name(0)}"
+        step.others.tell({head: files.read_bytes(step.final / head)})
+
+
+def _records(step: Step) -> dict[str, bytes]:
+    """What process 0 needs to know of the part of another one, by posix path below the step."""
+    temporary, process = step.others.temporary, step.others.process
+    found = [temporary / names.step_digests_name(process)]
+    for name in step.items:
+        records = (names.manifest_name(process), names.digests_name(process))
+        found += [temporary / name / record for record in records]
+        found += sorted((temporary / name / names.dense_part(process)).rglob("*"))
+    paths = {path.relative_to(temporary).as_posix(): path for path in found if path.is_file()}
+    return {
+        name: files.read_bytes(path)
+        for name, path in paths.items()
+        if names.is_dense_node(name) or names.dense_part(process) not in name.split("/")
+    }
 
 
 def _tell_written(step: Step, batch: FileBatch) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from deltackpt.errors import Disagreement, StorageError
+from deltackpt.format.names import DENSE_NODES
 from deltackpt.storage.batch import FileBatch
 
 #: What describes an array, below its name.
@@ -93,20 +94,24 @@ def implied(described: dict[str, bytes]) -> set[str]:
     return keys
 
 
-def write(directory: Path, values: Collection[Value], batch: FileBatch) -> None:
+def write(
+    directory: Path, values: Collection[Value], batch: FileBatch, *, nodes_apart: bool = False
+) -> None:
     """Writes the values of this process in one transaction.
 
     Args:
       directory: the item's, or of one of several processes ``process_directory``.
       values: what it writes; without any, no file is made.
       batch: what the files are written with.
+      nodes_apart: whether no file holds nodes beside values, so that nodes alone can be merged.
 
     Raises:
       StorageError: the store refused.
     """
     context = ts.Context()
     with _refusals(directory):
-        store = _open({"driver": "memory"}, context)
+        how = {"btree_node_data_prefix": DENSE_NODES} if nodes_apart else {}
+        store = _open({"driver": "memory"}, context, **how)
         writes = []
         with ts.Transaction(atomic=True) as transaction:
             within = store.with_transaction(transaction)
@@ -236,13 +241,14 @@ def _files(directory: Path) -> dict[str, Any]:
     return {"driver": "file", "path": f"{directory}/", "file_io_locking": locking}
 
 
-def _open(base: dict[str, Any], context: ts.Context) -> ts.KvStore:
+def _open(base: dict[str, Any], context: ts.Context, **how: Any) -> ts.KvStore:
     spec = {
         "driver": "ocdbt",
         "base": base,
         "config": _CONFIG,
         "assume_config": True,
         "target_data_file_size": _TARGET_DATA_FILE_BYTES,
+        **how,
     }
     return ts.KvStore.open(spec, context=context).result()
 

@@ -47,14 +47,17 @@ class Seen(Journaled):
 class Layers:
     """What is committed in a stage, and at its root; thread-safe."""
 
-    def __init__(self, stage: FileStore, root: Committed, url: str):
+    def __init__(self, stage: FileStore, root: Committed, url: str, *, apart: bool = False):
         """Reads from both.
 
         Args:
           stage: a checkpoint directory.
           root: what is committed at the root.
           url: how errors name it.
+          apart: whether the stage has no more than parts of steps: it says which there are, and
+            the root is read.
         """
+        self._apart = apart
         self._stage = stage
         self._root = root
         self._url = url
@@ -67,6 +70,8 @@ class Layers:
     def holder(self, key: str) -> Store:
         """Which of both holds what is under a key, or below a folder: the stage where both do."""
         step = key.partition("/")[0]
+        if self._apart:
+            return self._root
         if names.step_number(step) is None:
             return self._root if step == names.COMPACTED else self._stage
         return self._stage if self._stage.stamp(step) is not None else self._root

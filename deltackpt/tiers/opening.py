@@ -18,19 +18,22 @@ from deltackpt.ledger.opening import BucketSteps, find_item, open_steps, refuse_
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
+from deltackpt.reading import saves
 from deltackpt.storage import buckets, files
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
-from deltackpt.tiers.staged import StagedBeside, StagedRoot
+from deltackpt.tiers.staged import StagedApart, StagedBeside, StagedRoot
 
 
-def saves_to(where: str | os.PathLike[str], options: ManagerOptions) -> Path:
-    """The directory that a manager of a root makes its saves in.
+def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
+    """The directory that a process's manager of a root makes its saves in.
 
     Raises:
       UnsupportedRoot, OptionError: it cannot be one.
     """
     path = buckets.file_path(where)
-    return path if path is not None else _stage_of(where, options.tiers or Tiers()).steps
+    if path is not None:
+        return path
+    return _stage_of(where, options.tiers or Tiers(), process).steps
 
 
 def open_root(
@@ -39,6 +42,7 @@ def open_root(
     item: str,
     options: ManagerOptions,
     writing: bool,
+    process: int = 0,
     processes: int = 1,
 ) -> Steps:
     """Opens a root; a trainer takes it, and its stage.
@@ -48,6 +52,7 @@ def open_root(
       item: name of our item in a step.
       options: of the manager.
       writing: whether saves will be made; of several processes by the first.
+      process: which of them this is.
       processes: how many save together.
 
     Raises:
@@ -70,21 +75,26 @@ def open_root(
         return open_steps(where, item=item, endpoint=tiers.endpoint, deadline_secs=limit)
     place = buckets.place(where, endpoint=tiers.endpoint)
     root = place.open(deadline_secs=limit)
+    stage = _stage_of(where, tiers, process)
+    count = 1 if tiers.shared else processes
+    if not writing and count > 1:
+        return _apart(stage, Journal(root), place.url, item, options, tiers, process, count)
     if not writing:
-        return _beside(_stage_of(where, tiers), JournalView(root), tiers, processes)
+        return _beside(stage, JournalView(root), tiers, processes)
     journal = Journal(root)
     if journal.state().entry.number:
         find_item(BucketSteps(journal, item), item)
     else:
         refuse_foreign(root)
     buckets.probe(root)
-    stage = _stage_of(where, tiers)
     old = check_stage(stage, place.url, tiers.endpoint)
     local = Root.open(stage.steps, item=item)
     try:
         claim = journal.claim()
         files.remove_tree(stage.fetched)
         old = _brought_up(stage, local, old, journal.known)
+        if not tiers.shared:
+            _set_aside_other_parts(stage, local, item, journal.known, count)
         orders = Orders(
             number=1 if old is None else old.number + 1,
             stage=uuid.uuid4().hex if old is None else old.stage,
@@ -97,9 +107,18 @@ def open_root(
             retired=() if old is None else old.retired,
             bytes_per_sec=tiers.bytes_per_sec,
             store_secs=limit,
+            processes=count,
         )
         stage.order(orders)
-        return StagedRoot(stage, local, journal, orders, tiers, processes=processes)
+        return StagedRoot(
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            processes=processes,
+            readable_secs=options.timeouts.save_secs,
+        )
     except BaseException:
         local.close()
         raise
@@ -118,13 +137,88 @@ def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) ->
             f"Tiers.stage={str(stage.path)!r}: expected the stage that process 0 opened, found "
             f"{'none' if orders is None else 'another one'}: several processes save to a bucket by "
             "a stage that all of them see, so give a directory that is shared between the nodes; "
-            "stages of single nodes, each with a part of a save, are not supported yet"
+            "or a stage to each process: Tiers(shared=False)"
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
     return StagedBeside(stage, local, journal, orders, tiers, processes=processes)
 
 
-def _stage_of(where: str | os.PathLike[str], tiers: Tiers) -> Stage:
+def _apart(
+    stage: Stage,
+    journal: Journal,
+    url: str,
+    item: str,
+    options: ManagerOptions,
+    tiers: Tiers,
+    process: int,
+    processes: int,
+) -> StagedApart:
+    """The stage of another process than the first, which has just taken the root.
+
+    Raises:
+      OptionError, StorageError: the stage cannot be used.
+    """
+    old = check_stage(stage, url, tiers.endpoint)
+    claim = journal.resume()
+    local = Root.open(stage.steps, item=item)
+    try:
+        files.remove_tree(stage.fetched)
+        _drop_what_was_at_the_root(stage, local, journal.known)
+        _set_aside_other_parts(stage, local, item, journal.known, processes)
+        orders = Orders(
+            number=1 if old is None else old.number + 1,
+            stage=uuid.uuid4().hex if old is None else old.stage,
+            url=url,
+            endpoint=tiers.endpoint,
+            item=item,
+            holder=claim.lease.holder,
+            epoch=claim.lease.epoch,
+            bytes_per_sec=tiers.bytes_per_sec,
+            store_secs=options.timeouts.store_secs,
+            process=process,
+            processes=processes,
+        )
+        stage.order(orders)
+        return StagedApart(
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            processes=processes,
+            readable_secs=options.timeouts.save_secs,
+        )
+    except BaseException:
+        local.close()
+        raise
+
+
+def _set_aside_other_parts(
+    stage: Stage, local: Root, item: str, state: State, processes: int
+) -> None:
+    """Moves what jobs of another number of processes have left aside: nobody completes it."""
+    aside = stage.aside(f"parts-{uuid.uuid4().hex[:8]}")
+    moved: list[int] = []
+    for step, info in sorted(local.saves().items(), reverse=True):
+        if info is None or state.held(info.save_id):
+            continue
+        if saves.read_save(local.at(step), item).head.process_count != processes:
+            local.set_aside(step, aside / str(step))
+            moved.append(step)
+    if moved:
+        events.warn(
+            f"{stage.path}: expected parts of saves of {processes} processes, found steps "
+            f"{sorted(moved)} of a job of another number, which did not come to the root; they "
+            f"were moved to {aside}"
+        )
+
+
+def _stage_of(where: str | os.PathLike[str], tiers: Tiers, process: int) -> Stage:
+    stage = _named_stage(where, tiers)
+    return stage if tiers.shared else Stage(stage.path / f"process-{process}")
+
+
+def _named_stage(where: str | os.PathLike[str], tiers: Tiers) -> Stage:
     if tiers.stage is None:
         return Stage(
             default_stage(buckets.place(where, endpoint=tiers.endpoint).url, tiers.endpoint)
@@ -142,16 +236,7 @@ def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> 
     if old is None:
         return None
     went_on = _went_on_elsewhere(old, state)
-    for step, info in local.saves().items():
-        at_root = state.steps.get(step)
-        if info is None:
-            if at_root is not None:
-                local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
-            continue
-        if at_root is not None and at_root.save_id == info.save_id:
-            continue
-        if state.held(info.save_id):
-            local.remove_steps([step])  # It was at the root, and is retired.
+    _drop_what_was_at_the_root(stage, local, state)
     if not went_on:
         done = stage.progress(old.holder)
         return Orders(
@@ -163,6 +248,25 @@ def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> 
             rolled_back=tuple(one for one in old.rolled_back if one.number > done.orders),
             retired=tuple(one for one in old.retired if one.number > done.retired),
         )
+    return _moved_aside(stage, local, old, state)
+
+
+def _drop_what_was_at_the_root(stage: Stage, local: Root, state: State) -> None:
+    """Removes what is at the root no more, and what nobody can read that is."""
+    for step, info in local.saves().items():
+        at_root = state.steps.get(step)
+        if info is None:
+            if at_root is not None:
+                local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
+            continue
+        if at_root is not None and at_root.save_id == info.save_id:
+            continue
+        if state.held(info.save_id):
+            local.remove_steps([step])  # It was at the root, and is retired.
+
+
+def _moved_aside(stage: Stage, local: Root, old: Orders, state: State) -> Orders:
+    """Moves saves aside that training went on without; what stays of the orders."""
     stale: list[int] = []
     aside = stage.aside(f"epoch-{old.epoch}-{uuid.uuid4().hex[:8]}")
     for step, info in sorted(local.saves().items(), reverse=True):

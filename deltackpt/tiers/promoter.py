@@ -22,7 +22,7 @@ import random
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,11 +42,13 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import locks
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.upload import Pace, upload
+from deltackpt.ledger.upload import Pace, Uploaded, describe, send, upload
 from deltackpt.reading import inventory, saves
 from deltackpt.resources import memory
 from deltackpt.storage import buckets, files
 from deltackpt.storage.store import Spot, spot
+from deltackpt.tiers import meeting
+from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
 
 _logger = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ _IDLE_SECS = 5.0
 #: Before what failed is tried again, at first and at most; each time some part of it.
 _BACK_OFF_SECS = (0.1, 30.0)
 _LOCK_SECS = 0.2
+#: Between two looks at what other promoters have told, at first and at most.
+_OTHERS_SECS = (0.05, 2.0)
 _NICE = 10
 _MOST_LOG_BYTES = 1 << 20
 
@@ -121,6 +125,10 @@ class Promoter:
         self._progress = progress or Progress(holder="")
         self._pace = Pace()
         self._infos: dict[tuple[int, object], SaveInfo | None] = {}
+        #: Parts that were put at the root, of saves that are not whole there yet, by ``key_of``.
+        self._sent: dict[str, Told] = {}
+        self._meetings: dict[str, Meeting] = {}
+        self._patience = _OTHERS_SECS[0]
         #: Whether something at the root may be in nobody's way any more.
         self._is_littered = True
 
@@ -147,7 +155,7 @@ class Promoter:
                 trainer.wait(0.0)
                 if trainer.is_gone and self._is_done():
                     return
-                trainer.wait(_IDLE_SECS)
+                trainer.wait(self._until_others())
             except _Superseded:
                 if not adopts:
                     return
@@ -168,6 +176,14 @@ class Promoter:
                 most = min(_BACK_OFF_SECS[0] * 2 ** min(failures, 20), _BACK_OFF_SECS[1])
                 trainer.wait(most * random.uniform(0.5, 1.0))
 
+    def _until_others(self) -> float:
+        """How long to wait where nothing can be done here: other promoters may have to come."""
+        if not self._sent:
+            self._patience = _OTHERS_SECS[0]
+            return _IDLE_SECS
+        found, self._patience = self._patience, min(self._patience * 1.3, _OTHERS_SECS[1])
+        return found
+
     # ---- one thing after the other
 
     def step(self) -> bool:
@@ -186,8 +202,8 @@ class Promoter:
         if orders is None or not orders.holder:
             return False
         journal = self._resumed(orders)
-        if self._progress.problem is not None:
-            journal.check()  # Commits whose answers were lost may be done.
+        if self._progress.problem is not None or orders.process > 0:
+            journal.check()  # Commits whose answers were lost may be done, or those of others.
         self._carry_out(orders, journal)
         self._retire(orders, journal)
         self._tell_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
@@ -195,8 +211,11 @@ class Promoter:
             if info is None:
                 self._tell_unreadable(step, journal)
             elif self._is_waiting(step, info) and not journal.known.held(info.save_id):
-                self._promote(step, info, orders, journal)
-                return True
+                if not orders.apart:
+                    self._promote(step, info, orders, journal)
+                    return True
+                if self._promote_part(step, info, orders, journal, found):
+                    return True
         return False
 
     def _is_done(self) -> bool:
@@ -234,6 +253,9 @@ class Promoter:
                     continue  # It was removed meanwhile.
             found[step, stamp.identity] = known
         self._infos = found
+        keys = {key_of(step, info.save_id) for (step, _), info in found.items() if info}
+        self._sent = {key: told for key, told in self._sent.items() if key in keys}
+        self._meetings = {key: one for key, one in self._meetings.items() if key in keys}
         return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
 
     def _tell_unreadable(self, step: int, journal: Journal) -> None:
@@ -267,6 +289,8 @@ class Promoter:
         journal = Journal(place.open(deadline_secs=orders.store_secs))
         self._progress = self._stage.progress(orders.holder)
         journal.resume(orders.holder)
+        if orders.apart and orders.process == 0:
+            meeting.sweep(journal.root, orders.epoch)
         self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
         self._is_littered = True
         return journal
@@ -275,6 +299,9 @@ class Promoter:
         """What was ordered since; to do it again changes nothing."""
         done = self._progress.orders
         if orders.number == done:
+            return
+        if orders.process > 0:
+            self._tell_state(journal, orders=orders.number)
             return
         if orders.began and not journal.claimed.began:
             journal.begin(orders.goes_on, [orders.stage])
@@ -332,12 +359,21 @@ class Promoter:
                 self._is_littered = True
             if not isinstance(error, (RestoreError, TargetDiffers)):
                 raise
-            if not self._stands(source, info, orders.item):
-                return  # Training went on without it.
-            _logger.error("step %d cannot come to the root: %s", step, error)
-            self._tell(damaged={**self._progress.damaged, key_of(step, info.save_id): str(error)})
+            # Else training went on without it.
+            self._cannot_come(step, info, orders, str(error))
             return
-        now, seconds = time.time(), time.perf_counter() - started
+        self._tell_promoted(step, info, journal, put, made_secs, time.perf_counter() - started)
+
+    def _tell_promoted(
+        self,
+        step: int,
+        info: SaveInfo,
+        journal: Journal,
+        put: Uploaded,
+        made_secs: float,
+        seconds: float,
+    ) -> None:
+        now = time.time()
         number = self._progress.recent[-1].number + 1 if self._progress.recent else 1
         promoted = Promoted(
             number=number,
@@ -351,6 +387,124 @@ class Promoter:
         recent = (*self._progress.recent, promoted)[-MOST_RECENT:]
         self._tell_state(journal, recent=recent)
         _logger.info("step %d is at the root: %d bytes in %.2f s", step, put.nbytes, seconds)
+
+    def _promote_part(
+        self,
+        step: int,
+        info: SaveInfo,
+        orders: Orders,
+        journal: Journal,
+        found: Sequence[tuple[int, SaveInfo | None]],
+    ) -> bool:
+        """Brings the part of a save in this stage to the root; process 0 commits the whole.
+
+        Returns:
+          Whether anything was done: all that is left may be for other promoters.
+        """
+        key, source = key_of(step, info.save_id), spot(self._stage.steps) / str(step)
+        prefix = journal.prefix(Unit(step), token_of(info.save_id))
+        with_others = self._meetings.setdefault(key, Meeting(journal.root, prefix))
+        if key not in self._sent:
+            told = with_others.told().get(orders.process)
+            if told is None:
+                told = self._send_part(source, info, orders, journal, prefix)
+                with_others.tell(told)
+            self._sent[key], self._patience = told, _OTHERS_SECS[0]
+            return True
+        told = with_others.told()
+        problems = [one.problem for one in told.values() if one.problem is not None]
+        if not problems and orders.process == 0:
+            problems = self._never_coming(told, orders, found, step)
+        if problems:
+            if orders.process == 0:
+                with_others.tell(Told(process=0, problem=problems[0]))
+            elif told.get(0, self._sent[key]).problem is None:
+                return False  # Process 0 tells it to all, or has committed another way.
+            self._cannot_come(step, info, orders, problems[0])
+            return True
+        if orders.process > 0 or len(told) < orders.processes:
+            return False
+        parent = info.parent
+        if parent is not None and any(
+            one is not None and one.save_id == parent.save_id and self._is_waiting(number, one)
+            for number, one in found
+        ):
+            return False
+        self._commit_parts(step, info, orders, journal, told)
+        with_others.end()
+        return True
+
+    def _send_part(
+        self, source: Spot, info: SaveInfo, orders: Orders, journal: Journal, prefix: str
+    ) -> Told:
+        """Puts the files that only this stage has, and tells so, or why not."""
+        item, process = orders.item, orders.process
+        try:
+            if process > 0:
+                own = inventory.only_at(source, item, process)
+            else:
+                own = inventory.every_digest(source, item)
+                for other in range(1, orders.processes):
+                    for name in inventory.only_at(source, item, other):
+                        own.pop(name, None)
+            objects = send(
+                source,
+                own,
+                journal.root / prefix,
+                pace=self._pace,
+                on_bytes=lambda count: self._check_orders(orders),
+            )
+        except RestoreError as error:
+            problem = f"the part of process {process}: {error}"
+            return Told(process=process, problem=problem)
+        nbytes = sum(digest.length for digest in own.values())
+        return Told(process=process, nbytes=nbytes, objects=objects)
+
+    def _never_coming(
+        self,
+        told: dict[int, Told],
+        orders: Orders,
+        found: Sequence[tuple[int, SaveInfo | None]],
+        step: int,
+    ) -> list[str]:
+        """Why parts of a save will not come: their promoters have gone on to a later one."""
+        missing = {*range(orders.processes)} - told.keys()
+        for number, later in found:
+            if not missing or number <= step or later is None:
+                continue
+            known = self._meetings.get(key_of(number, later.save_id))
+            if known is not None and (gone_on := sorted(missing & known.told().keys())):
+                return [f"process {gone_on[0]} has no part of step {step}, and one of {number}"]
+        return []
+
+    def _commit_parts(
+        self, step: int, info: SaveInfo, orders: Orders, journal: Journal, told: dict[int, Told]
+    ) -> None:
+        source = spot(self._stage.steps) / str(step)
+        made_secs = os.stat(source).st_mtime if source.is_dir() else time.time()
+        started = time.perf_counter()
+        prefix = journal.prefix(Unit(step), token_of(info.save_id))
+        try:
+            self._require_parent(info, journal)
+            every = inventory.every_digest(source, orders.item)
+            objects = sum(one.objects for one in told.values())
+            put = describe(every, journal.root / prefix, objects)
+            standing = Standing.of(
+                info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
+            )
+            journal.commit(standing)
+        except (RestoreError, TargetDiffers) as error:
+            if self._stands(source, info, orders.item):
+                Meeting(journal.root, prefix).tell(Told(process=0, problem=str(error)))
+                self._cannot_come(step, info, orders, str(error))
+            return
+        self._tell_promoted(step, info, journal, put, made_secs, time.perf_counter() - started)
+
+    def _cannot_come(self, step: int, info: SaveInfo, orders: Orders, problem: str) -> None:
+        if self._stands(spot(self._stage.steps) / str(step), info, orders.item):
+            _logger.error("step %d cannot come to the root: %s", step, problem)
+            damaged = {**self._progress.damaged, key_of(step, info.save_id): problem}
+            self._tell(damaged=damaged)
 
     def _require_parent(self, info: SaveInfo, journal: Journal) -> None:
         parent = info.parent
@@ -379,7 +533,8 @@ class Promoter:
 
     def _sweep(self) -> None:
         """Deletes at the root what cut uploads left, once for each time that there may be such."""
-        if self._is_littered and self._journal is not None:
+        is_first = self._orders is not None and self._orders.process == 0
+        if self._is_littered and is_first and self._journal is not None:
             count = self._journal.sweep()
             self._is_littered = False
             if count:

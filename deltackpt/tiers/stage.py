@@ -100,6 +100,8 @@ class Orders:
       retired: each once the save that it says is at the root.
       bytes_per_sec: the most that is sent.
       store_secs: the longest wait for an answer.
+      process: whose stage it is.
+      processes: how many stages there are, where each of several processes has its own.
     """
 
     number: int
@@ -115,6 +117,13 @@ class Orders:
     retired: tuple[Retired, ...] = ()
     bytes_per_sec: float | None = None
     store_secs: float = 60.0
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether the stage holds a part of each save."""
+        return self.processes > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

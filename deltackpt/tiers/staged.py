@@ -28,7 +28,7 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.events import Event, FailureEvent, PromotionEvent
-from deltackpt.format import chain
+from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, ParentRef, SaveId
 from deltackpt.ledger.committed import Catalog, Committed, Journaled
@@ -63,6 +63,7 @@ class StagedRoot(Held):
         tiers: Tiers,
         *,
         processes: int = 1,
+        readable_secs: float = 0.0,
     ):
         """Made by ``opening.open_root``.
 
@@ -73,15 +74,21 @@ class StagedRoot(Held):
           orders: those that stand in the stage, under that claim.
           tiers: as the user wants them.
           processes: how many save together.
+          readable_secs: the longest wait for a step that comes to the root.
         """
+        self._readable_secs = readable_secs
         self._stage = stage
         self._local = local
         self._journal = journal
         self._orders = orders
         self._tiers = tiers
         self._hidden = _gone(orders)
-        self._processes = processes
-        self._layers = Layers(FileStore(local.path), Committed(self._catalog()), orders.url)
+        #: How many processes write into the stage.
+        self._processes = 1 if orders.apart else processes
+        self.apart = orders.apart
+        self._layers = Layers(
+            FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
+        )
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage)
         #: Orders are written, and the promoter started, by one thread at a time.
@@ -98,8 +105,58 @@ class StagedRoot(Held):
         self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._tended.set_result(None)
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
+        if self._behind() and not orders.apart:
+            self._start()
+
+    def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """See ``Held``: a save of which a process has no part can never come to the root."""
+        infos = {step: info for step, info in self._local.saves().items() if info is not None}
+        held = self._journal.known.held
+        waiting = {
+            key_of(step, info.save_id): step
+            for step, info in infos.items()
+            if not held(info.save_id)
+        }
+        common = set[str].intersection(*map(set, gather(sorted(waiting))))
+        aside = self._stage.aside(f"epoch-{self._orders.epoch}-{uuid.uuid4().hex[:8]}")
+        lost = sorted(waiting[key] for key in waiting.keys() - common)
+        for step in reversed(lost):
+            self._local.set_aside(step, aside / str(step))
+        if lost:
+            events.warn(
+                f"{self._stage.path}: expected a part of steps {lost} in the stage of each process "
+                f"of the job, found that some have none; what is here was moved to {aside}"
+            )
+            with self._ordering:
+                ids = {infos[step].save_id for step in lost}
+                kept = tuple(one for one in self._orders.retired if one.after not in ids)
+                self._orders = dataclasses.replace(self._orders, retired=kept)
+                self._order()
         if self._behind():
             self._start()
+
+    def await_readable(self, step: int) -> None:
+        """See ``Steps``: a step of which each stage has a part is read from the root."""
+        if not self.apart:
+            return
+        deadline = time.monotonic() + self._readable_secs
+        while (info := self._local.saves().get(step)) is not None:
+            self._look()
+            progress = self._progress()
+            if self._journal.known.held(info.save_id):
+                return
+            if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
+                raise Damaged(f"step {step}", "a save that comes to the root", problem)
+            self._require_claim()
+            self._start()
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    f"step {step}: expected it at {self} within {self._readable_secs:g} s "
+                    "(Timeouts.save_secs), since each process has a part of it in its own stage, "
+                    f"found {progress.problem or 'it on its way'}; restore again, or look at the "
+                    "network"
+                )
+            time.sleep(_POLL_SECS)
 
     def _catalog(self) -> Catalog:
         """What is at the root, for readers."""
@@ -134,6 +191,10 @@ class StagedRoot(Held):
         info = self.saves().get(step)
         if info is None:
             return super().metadata(step)
+        if info.save_id not in self._metadata and self.apart:
+            with contextlib.suppress(RestoreError, StorageError):
+                path = self._local.path / str(step) / names.STEP_METADATA
+                self._metadata[info.save_id] = files.read_bytes(path)
         if info.save_id not in self._metadata:
             self._metadata[info.save_id] = super().metadata(step)
         return self._metadata[info.save_id]
@@ -227,7 +288,8 @@ class StagedRoot(Held):
         with self._ordering:
             infos = self.saves()
             ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
-            self._local.remove_steps(steps)
+            if not self.apart:  # Else the others' parts would wait for this one for ever.
+                self._local.remove_steps(steps)
             self._retire(
                 Retired(number=0, step=step, item=None, save_id=save_id)
                 for step, save_id in ids.items()
@@ -274,6 +336,9 @@ class StagedRoot(Held):
 
     def _evict(self) -> None:
         """Removes from the stage what is at the root and in none of the newest chains."""
+        if self.apart:
+            self._evict_parts()
+            return
         local, at_root = self._local.saves(), self._at_root()
         infos = {step: info for step, info in local.items() if info is not None}
         kept: set[int] = set()
@@ -293,6 +358,21 @@ class StagedRoot(Held):
         for step in surplus:
             with contextlib.suppress(DeltackptError):
                 self.metadata(step)
+        self._local.remove_steps(surplus)
+
+    def _evict_parts(self) -> None:
+        """Removes parts of saves that came to the root, or never will."""
+        progress, newest = self._progress(), max(self._local.steps(), default=None)
+        surplus = [
+            step
+            for step, info in self._local.saves().items()
+            if info is not None
+            and step != newest
+            and (
+                self._is_held(info.save_id, progress)
+                or key_of(step, info.save_id) in progress.damaged
+            )
+        ]
         self._local.remove_steps(surplus)
 
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
@@ -380,7 +460,7 @@ class StagedRoot(Held):
             found.append(
                 PromotionEvent(
                     step=one.save_id.step,
-                    process=0,
+                    process=self._orders.process,
                     bytes_sent=one.nbytes,
                     objects=one.objects,
                     seconds=one.seconds,
@@ -392,12 +472,22 @@ class StagedRoot(Held):
             )
         for key in progress.damaged.keys() - self._told_damaged:
             self._told_damaged.add(key)
-            found.append(_failure(Damaged.code, progress.damaged[key], step_of(key), 0.0))
+            found.append(self._failure(Damaged.code, progress.damaged[key], step_of(key), 0.0))
         if progress.problem is not None and not self._told_problem:
             secs = max(0.0, time.time() - progress.problem_unix_secs)
-            found.append(_failure(progress.code, progress.problem, None, secs))
+            found.append(self._failure(progress.code, progress.problem, None, secs))
         self._told_problem = progress.problem is not None
         return found
+
+    def _failure(self, code: str, message: str, step: int | None, seconds: float) -> FailureEvent:
+        return FailureEvent(
+            step=step,
+            process=self._orders.process,
+            operation="promote",
+            code=code,
+            message=message,
+            seconds=seconds,
+        )
 
     def close(self) -> None:
         """Ends what is open; the promoter goes on until nothing is left."""
@@ -485,6 +575,8 @@ class StagedBeside(StagedRoot):
     All of them see the one stage; the first holds the root, and the promoter is its.
     """
 
+    tells = False
+
     def _catalog(self) -> Catalog:
         return Journaled(self._journal)
 
@@ -507,16 +599,35 @@ class StagedBeside(StagedRoot):
     def begin(self, goes_on: SaveId | None) -> None:
         """See ``Held``: the first process does that."""
 
-    def news(self) -> list[Event]:
-        """See ``Held``: the first process tells."""
-        return []
-
     def found_damaged(self, step: int) -> bool:
         """See ``Steps``: all processes would have to read again."""
         return False
 
     def _start(self) -> None:
         pass
+
+
+class StagedApart(StagedBeside):
+    """A stage of another process of the job, with its parts of the saves, and the root.
+
+    Its promoter brings them there, and that of the first process makes the saves visible.
+    """
+
+    tells = True
+
+    def roll_back(self, step: int, run: str) -> list[int]:
+        """See ``Held``: of the root the first process does that."""
+        return self._local.roll_back(step, run)
+
+    def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
+        """See ``Held``: of the root the first process does that."""
+        StagedRoot.collect(self, protected)
+
+    def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
+        pass
+
+    def _start(self) -> None:
+        StagedRoot._start(self)
 
 
 def _gone(orders: Orders) -> frozenset[SaveId]:
@@ -541,9 +652,3 @@ def _chain_steps(step: int, infos: Mapping[int, SaveInfo]) -> set[int]:
         for _ in chain.walk(infos[step], find):
             pass
     return found
-
-
-def _failure(code: str, message: str, step: int | None, seconds: float) -> FailureEvent:
-    return FailureEvent(
-        step=step, process=0, operation="promote", code=code, message=message, seconds=seconds
-    )

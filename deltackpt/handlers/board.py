@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small values that the processes of a job hand to each other, by JAX's coordination service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from orbax.checkpoint import multihost
+
+from deltackpt.errors import StorageError
+
+#: Of a value that was put before it is asked for.
+_GET_MS = 10_000
+
+
+class JobBoard:
+    """The key-value store of the job's coordination service; see ``save.apart.Board``."""
+
+    def __init__(self) -> None:
+        """Of a job that ``jax.distributed`` has joined."""
+        self._client: Any = multihost.get_jax_distributed_client()
+
+    def put(self, key: str, data: bytes) -> None:
+        """See ``Board``."""
+        with _refusals(key):
+            self._client.key_value_set_bytes(key, data)
+
+    def get(self, key: str) -> bytes:
+        """See ``Board``."""
+        with _refusals(key):
+            return self._client.blocking_key_value_get_bytes(key, _GET_MS)
+
+    def folder(self, key: str) -> dict[str, bytes]:
+        """See ``Board``."""
+        with _refusals(key):
+            found = self._client.key_value_dir_get_bytes(key)
+        return {name.removeprefix(key): value for name, value in found}
+
+    def delete(self, key: str) -> None:
+        """See ``Board``."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_delete(key)
+
+
+@contextlib.contextmanager
+def _refusals(key: str) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise StorageError(
+            f"{key}: expected an answer of JAX's coordination service, found "
+            f"{str(error).splitlines()[0]}; look at the log of process 0, then restart the job"
+        ) from error
