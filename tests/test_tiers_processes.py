@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import servers
-from many import Job, Server
+from many import Job, Server, wait_until
+from running import promoters
 
 from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.view import JournalView
+from deltackpt.storage import buckets
+from deltackpt.tiers.stage import Stage
 from deltackpt.upkeep.verify import verify_root
 
 PLACE = {"mesh": [2, 2]}
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +73,15 @@ def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, t
     assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3, 4]
 
 
-def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> None:
-    """Each process with a stage that no other one sees."""
+def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> list[str]:
+    """Each process with a stage that no other one sees; what they warn of."""
     for number, process in enumerate(job.processes):
         tiers = {"stage": str(folder / f"node{number}"), "endpoint": endpoint, "shared": False}
         process.ask("open", root=url, tiers=tiers | how, notes=True)
-    for answer in job.answers():
+    found = job.answers()
+    for answer in found:
         assert "error" not in answer, answer
+    return [text for answer in found for text in answer["warnings"]]
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -96,6 +108,187 @@ def test_processes_with_stages_of_their_own_each_promote_their_parts(
             assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
         assert saved(job, 4) == "delta"
         job.close()
+
+
+class Nodes:
+    """A job whose processes have stages that no other one sees; it is killed and started again."""
+
+    def __init__(self, server: Server, bucket: servers.Server, folder: Path, name: str):
+        self.server, self.bucket, self.folder = server, bucket, folder
+        self.url = bucket.bucket(name) + "/run"
+
+    def job(self, processes: int = 2) -> Job:
+        return Job(self.server, self.folder / "jobs", processes=processes, devices=4 // processes)
+
+    def open(self, job: Job, **how) -> list[str]:
+        return opened_apart(job, self.url, self.folder, self.bucket.endpoint, **how)
+
+    def stage(self, process: int) -> Path:
+        return self.folder / f"node{process}" / f"process-{process}"
+
+    def at_root(self) -> list[int]:
+        return sorted(open_steps(self.url, endpoint=self.bucket.endpoint).steps())
+
+    def kill(self, job: Job, processes: Iterable[int] = (0, 1)) -> None:
+        """The job and its promoters, with what they are at."""
+        for process in job.processes:
+            process.kill()
+        for number in processes:
+            self.kill_promoter(number)
+
+    def kill_promoter(self, number: int) -> None:
+        for pid in promoters(self.stage(number)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def stop_promoter(self, number: int, how: int = signal.SIGSTOP) -> None:
+        for pid in promoters(self.stage(number)):
+            os.kill(pid, how)
+
+
+@pytest.fixture
+def nodes(server, bucket, tmp_path, request) -> Nodes:
+    return Nodes(server, bucket, tmp_path, f"nodes{next(_numbers)}")
+
+
+def saves_that_wait(nodes: Nodes, job: Job, **how) -> None:
+    """Step 0 is at the root; 1 and 2 are in the stages, since one promoter does not go on."""
+    nodes.open(job, wait_for="stage", **how)
+    job.all("start", place=PLACE)
+    job.all("train", to=0)
+    job.one("save")
+    job.all("wait")
+    wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
+    nodes.stop_promoter(1)
+    for step in (1, 2):
+        assert saved(job, step) == "delta"
+    assert nodes.at_root() == [0]
+
+
+def test_what_waits_in_the_stages_goes_on_with_the_next_job(nodes):
+    with nodes.job() as job:
+        saves_that_wait(nodes, job)
+        nodes.kill(job)
+    with nodes.job() as job:
+        nodes.open(job)
+        for answer in job.all("restore_latest", place=PLACE, like=2):
+            assert (answer["step"], answer["wrong"], answer["skipped"]) == (2, None, [])
+        assert nodes.at_root() == [0, 1, 2]
+        assert saved(job, 3) == "delta"
+        assert nodes.at_root() == [0, 1, 2, 3]
+        job.close()
+    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
+
+
+def test_a_node_that_is_gone_takes_its_parts_with_it_and_no_more(nodes):
+    with nodes.job() as job:
+        saves_that_wait(nodes, job)
+        nodes.kill(job)
+    shutil.rmtree(nodes.stage(1))
+    with nodes.job() as job:
+        [warning] = nodes.open(job)
+        assert "expected a part of steps [1, 2] in the stage of each" in warning
+        for answer in job.all("restore_latest", place=PLACE, like=0):
+            assert (answer["step"], answer["wrong"], answer["skipped"]) == (0, None, [])
+        assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
+        job.close()
+    [aside] = (nodes.stage(0) / "aside").iterdir()
+    assert sorted(path.name for path in aside.iterdir()) == ["1", "2"]
+
+
+def test_a_job_of_another_number_of_processes_goes_on_from_the_root(nodes):
+    with nodes.job() as job:
+        saves_that_wait(nodes, job)
+        nodes.kill(job)
+    with nodes.job(4) as job:
+        first, second = nodes.open(job)
+        assert "found steps [1, 2] of a job of another number" in first
+        for answer in job.all("restore_latest", place=PLACE, like=0):
+            assert (answer["step"], answer["wrong"]) == (0, None)
+        assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
+        job.close()
+
+
+def test_a_part_that_is_damaged_in_its_stage_is_told_to_all_and_the_next_save_is_a_base(nodes):
+    with nodes.job() as job:
+        saves_that_wait(nodes, job)
+        part = nodes.stage(1) / "steps" / "1" / "embeddings" / "part.1"
+        chunk = next(path for path in part.glob("*/*/c/**/*") if path.is_file())
+        chunk.write_bytes(bytes(len(chunk.read_bytes())))
+        nodes.stop_promoter(1, signal.SIGCONT)
+        wait_until(
+            lambda: all(
+                b"the part of process 1" in (nodes.stage(n) / "progress.msgpack").read_bytes()
+                for n in range(2)
+            ),
+            "both promoters tell",
+        )
+        assert nodes.at_root() == [0]
+        assert saved(job, 3) == "base"
+        wait_until(lambda: nodes.at_root() == [0, 3], "the base comes to the root")
+        assert saved(job, 4) == "delta"
+        job.close()
+    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
+
+
+def test_a_promoter_that_is_killed_is_started_again_and_a_save_never_half(nodes):
+    with nodes.job() as job:
+        nodes.open(job, wait_for="stage")
+        job.all("start", place=PLACE)
+        for step in range(6):
+            saved(job, step)
+            nodes.kill_promoter(step % 2)
+        nodes.open(job)  # Closes the managers before.
+        for answer in job.all("restore_latest", place=PLACE, like=5):
+            assert (answer["step"], answer["wrong"], answer["skipped"]) == (5, None, [])
+        job.close()
+    assert nodes.at_root() == [*range(6)]
+    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
+
+
+def test_a_bucket_that_is_away_is_a_lag_on_every_node(nodes):
+    with nodes.job() as job:
+        nodes.open(job, wait_for="stage")
+        job.all("start", place=PLACE)
+        saved(job, 0)
+        wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
+        nodes.bucket.process.send_signal(signal.SIGSTOP)
+        try:
+            assert [saved(job, step) for step in (1, 2, 3)] == ["delta"] * 3
+        finally:
+            nodes.bucket.process.send_signal(signal.SIGCONT)
+        job.close()
+    wait_until(lambda: nodes.at_root() == [*range(4)], "all steps come to the root")
+    wait_until(lambda: not any(promoters(nodes.stage(n)) for n in range(2)), "promoters end")
+    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
+    view = JournalView(buckets.place(nodes.url, endpoint=nodes.bucket.endpoint).open())
+    assert not (view.root / "meeting").keys()
+
+
+def test_a_save_that_is_damaged_in_a_shared_stage_is_known_to_all_processes(nodes):
+    stage = nodes.folder / "shared"
+    with nodes.job() as job:
+        tiers = {"stage": str(stage), "endpoint": nodes.bucket.endpoint, "wait_for": "stage"}
+        job.all("open", root=nodes.url, tiers=tiers)
+        job.all("start", place=PLACE)
+        saved(job, 0)
+        wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
+        for pid in promoters(stage):
+            os.kill(pid, signal.SIGSTOP)
+        assert saved(job, 1) == "delta"
+        part = stage / "steps" / "1" / "embeddings" / "part.1"
+        chunk = next(path for path in part.glob("*/*/c/**/*") if path.is_file())
+        chunk.write_bytes(bytes(len(chunk.read_bytes())))
+        for pid in promoters(stage):
+            os.kill(pid, signal.SIGCONT)
+        found = Stage(stage)
+        orders = found.orders()
+        assert orders is not None
+        wait_until(lambda: found.progress(orders.holder).damaged, "the promoter tells")
+        assert saved(job, 2) == "base"
+        assert saved(job, 3) == "delta"
+        job.close()
+    wait_until(lambda: nodes.at_root() == [0, 2, 3], "the base and its delta come to the root")
 
 
 def test_stages_that_not_all_processes_see_are_refused(server, bucket, tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import multihost
 
-from deltackpt.errors import StorageError
+from deltackpt.errors import OptionError, StorageError
 
 #: Of a value that was put before it is asked for.
 _GET_MS = 10_000
@@ -20,7 +20,17 @@ class JobBoard:
     """The key-value store of the job's coordination service; see ``save.apart.Board``."""
 
     def __init__(self) -> None:
-        """Of a job that ``jax.distributed`` has joined."""
+        """Of a job that ``jax.distributed`` has joined.
+
+        Raises:
+          OptionError: it has not.
+        """
+        if not multihost.is_jax_distributed_client_initialized():
+            raise OptionError(
+                "Tiers(shared=False): expected that jax.distributed.initialize() has joined the "
+                "processes, whose coordination service carries what they tell each other, found "
+                "that it was not called; call it first, or give the job a stage that all see"
+            )
         self._client: Any = multihost.get_jax_distributed_client()
 
     def put(self, key: str, data: bytes) -> None:

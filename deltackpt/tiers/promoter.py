@@ -128,6 +128,8 @@ class Promoter:
         #: Parts that were put at the root, of saves that are not whole there yet, by ``key_of``.
         self._sent: dict[str, Told] = {}
         self._meetings: dict[str, Meeting] = {}
+        #: When their parts were begun here; of ``time.perf_counter()``.
+        self._began: dict[str, float] = {}
         self._patience = _OTHERS_SECS[0]
         #: Whether something at the root may be in nobody's way any more.
         self._is_littered = True
@@ -256,6 +258,7 @@ class Promoter:
         keys = {key_of(step, info.save_id) for (step, _), info in found.items() if info}
         self._sent = {key: told for key, told in self._sent.items() if key in keys}
         self._meetings = {key: one for key, one in self._meetings.items() if key in keys}
+        self._began = {key: at for key, at in self._began.items() if key in keys}
         return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
 
     def _tell_unreadable(self, step: int, journal: Journal) -> None:
@@ -405,6 +408,7 @@ class Promoter:
         prefix = journal.prefix(Unit(step), token_of(info.save_id))
         with_others = self._meetings.setdefault(key, Meeting(journal.root, prefix))
         if key not in self._sent:
+            self._began.setdefault(key, time.perf_counter())
             told = with_others.told().get(orders.process)
             if told is None:
                 told = self._send_part(source, info, orders, journal, prefix)
@@ -430,8 +434,11 @@ class Promoter:
             for number, one in found
         ):
             return False
-        self._commit_parts(step, info, orders, journal, told)
-        with_others.end()
+        if (problem := self._commit_parts(step, info, orders, journal, told)) is None:
+            with_others.end()
+        elif self._stands(source, info, orders.item):
+            with_others.tell(Told(process=0, problem=problem))
+            self._cannot_come(step, info, orders, problem)
         return True
 
     def _send_part(
@@ -479,10 +486,10 @@ class Promoter:
 
     def _commit_parts(
         self, step: int, info: SaveInfo, orders: Orders, journal: Journal, told: dict[int, Told]
-    ) -> None:
+    ) -> str | None:
+        """Makes a save visible whose parts are all there; why it cannot, where it cannot."""
         source = spot(self._stage.steps) / str(step)
         made_secs = os.stat(source).st_mtime if source.is_dir() else time.time()
-        started = time.perf_counter()
         prefix = journal.prefix(Unit(step), token_of(info.save_id))
         try:
             self._require_parent(info, journal)
@@ -493,12 +500,11 @@ class Promoter:
                 info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
             )
             journal.commit(standing)
+            seconds = time.perf_counter() - self._began[key_of(step, info.save_id)]
         except (RestoreError, TargetDiffers) as error:
-            if self._stands(source, info, orders.item):
-                Meeting(journal.root, prefix).tell(Told(process=0, problem=str(error)))
-                self._cannot_come(step, info, orders, str(error))
-            return
-        self._tell_promoted(step, info, journal, put, made_secs, time.perf_counter() - started)
+            return str(error)
+        self._tell_promoted(step, info, journal, put, made_secs, seconds)
+        return None
 
     def _cannot_come(self, step: int, info: SaveInfo, orders: Orders, problem: str) -> None:
         if self._stands(spot(self._stage.steps) / str(step), info, orders.item):

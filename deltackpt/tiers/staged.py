@@ -322,6 +322,10 @@ class StagedRoot(Held):
         self._look()
         self._evict()
         self._drop_bases(protected)
+        # The stage is no archive: what was at the root is named by its journal.
+        rolled_back = [*(self._local.path / names.ROLLED_BACK).glob("*")]
+        for folder in sorted(rolled_back, key=lambda one: one.stat().st_mtime)[:-1]:
+            files.remove_tree(folder)
 
     def _look(self) -> None:
         """Learns from the promoter what is at the root by now; the root itself is not asked."""

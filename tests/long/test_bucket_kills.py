@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import pytest
 import servers
+from running import promoters
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -115,18 +116,6 @@ class Field:
                 common = [a for a, b in zip(history, one["history"], strict=False) if a == b]
                 history = history[: len(common)]
         return history
-
-
-def promoters(node: Path) -> list[int]:
-    """Process ids of the promoters of a stage."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"deltackpt.tiers.promoter" in words and os.fsencode(node) in words:
-                    found.append(int(entry.name))
-    return found
 
 
 @pytest.fixture(params=SERVERS)

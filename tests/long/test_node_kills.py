@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL in jobs whose processes have stages that no other one sees, and in their promoters.
+
+Whatever is killed, what every process waited for is at the root, and the next job goes on from
+there or from what waits in the stages: on nodes that came back, on some that did not, or as a job
+of another number of processes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import servers
+from many import Job, Server
+from running import promoters
+
+from deltackpt.ledger.opening import open_steps
+from deltackpt.upkeep.verify import verify_root
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
+
+KILLS = 200
+PEERS_SECS = 6.0
+PLACE = {"mesh": [2, 2]}
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    with servers.s3(tmp_path / "server") as running, servers.environment_of(running):
+        yield running
+
+
+@pytest.fixture
+def server(bucket):
+    found = Server(**bucket.environment)
+    yield found
+    found.close()
+
+
+class Nodes:
+    """Machines, each with a stage for each process that ever ran there."""
+
+    def __init__(self, folder: Path, url: str, endpoint: str):
+        self.folder, self.url, self.endpoint = folder, url, endpoint
+
+    def node(self, number: int) -> Path:
+        return self.folder / f"node{number}"
+
+    def open(self, job: Job) -> None:
+        for number, process in enumerate(job.processes):
+            tiers = {"stage": str(self.node(number)), "endpoint": self.endpoint, "shared": False}
+            process.ask("open", root=self.url, tiers=tiers, processes_secs=PEERS_SECS)
+        for answer in job.answers():
+            assert "error" not in answer and "ended" not in answer, answer
+
+    def promoters(self, number: int) -> list[int]:
+        return promoters(self.node(number) / f"process-{number}")
+
+    def kill_promoters(self, number: int) -> int:
+        found = self.promoters(number)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(found)
+
+
+def test_whatever_is_killed_on_nodes_the_root_has_what_all_waited_for(
+    server, bucket, tmp_path, campaign, figures
+):
+    draw, kills = campaign.random("nodes"), campaign.count(KILLS)
+    nodes = Nodes(tmp_path, bucket.bucket("nodes") + "/run", bucket.endpoint)
+    hits: collections.Counter[str] = collections.Counter()
+    acked, step, saves = -1, -1, 0
+    while hits.total() < kills:
+        count = draw.choice([2, 2, 2, 4])
+        with Job(server, tmp_path / "jobs", processes=count, devices=4 // count) as job:
+            nodes.open(job)
+            found = job.all("restore_latest", place=PLACE, like=max(step, 0))
+            steps = {answer["step"] for answer in found}
+            assert len(steps) == 1, found
+            newest = steps.pop()
+            if newest is None:
+                assert acked == -1
+                job.all("start", place=PLACE)
+                step = -1
+            else:
+                assert newest >= acked and all(answer["wrong"] is None for answer in found), (
+                    found,
+                    acked,
+                )
+                step = newest
+            what = draw.choice(["process", "process", "promoter", "job", "everything"])
+            at = time.monotonic() + draw.random() * 2.5
+            while time.monotonic() < at:
+                step += 1
+                job.ask("train", to=step)
+                job.ask("save")
+                job.ask("wait")
+                if what == "promoter" and draw.random() < 0.5:
+                    hits["promoter"] += nodes.kill_promoters(draw.randrange(count))
+                if what != "promoter" and time.monotonic() + 0.3 * draw.random() > at:
+                    break  # In the middle of a save.
+                answers = [job.answers() for _ in range(3)]
+                assert not any("error" in one or "ended" in one for each in answers for one in each)
+                acked, saves = step, saves + 1
+            time.sleep(draw.random() * 0.2)
+            if what == "process":
+                job.processes[draw.randrange(count)].kill()
+                hits["process"] += 1
+                time.sleep(draw.random() * 0.2)
+            elif what != "promoter":
+                for process in job.processes:
+                    process.kill()
+                hits["job"] += 1
+            if what == "everything":
+                for number in range(count):
+                    hits["promoter"] += nodes.kill_promoters(number)
+        if draw.random() < 0.15:
+            lost = draw.randrange(count)
+            nodes.kill_promoters(lost)
+            shutil.rmtree(nodes.node(lost))
+            hits["node"] += 1
+    with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
+        nodes.open(job)
+        found = job.all("restore_latest", place=PLACE, like=max(step, 0))
+        assert all(answer["wrong"] is None and answer["step"] >= acked for answer in found)
+        job.all("train", to=step + 1)
+        job.all("save")
+        job.all("wait")
+        job.close()
+    assert step + 1 in open_steps(nodes.url, endpoint=nodes.endpoint).steps()
+    assert verify_root(nodes.url, endpoint=nodes.endpoint).intact
+    figures("kills on nodes of a job", hits=dict(hits), saves={"waited for by all": saves})
