@@ -8,11 +8,9 @@ import uuid
 from pathlib import Path
 
 from deltackpt import events
-from deltackpt.errors import (
-    OptionError,
-)
+from deltackpt.errors import OptionError
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import MOST_CLAIMS, State
+from deltackpt.ledger.entries import MOST_CLAIMS, Claim, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, find_item, open_steps, refuse_foreign
 from deltackpt.ledger.steps import Steps
@@ -95,29 +93,11 @@ def open_root(
         old = _brought_up(stage, local, old, journal.known)
         if not tiers.shared:
             _set_aside_other_parts(stage, local, item, journal.known, count)
-        orders = Orders(
-            number=1 if old is None else old.number + 1,
-            stage=uuid.uuid4().hex if old is None else old.stage,
-            url=place.url,
-            endpoint=tiers.endpoint,
-            item=item,
-            holder=claim.lease.holder,
-            epoch=claim.lease.epoch,
-            rolled_back=() if old is None else old.rolled_back,
-            retired=() if old is None else old.retired,
-            bytes_per_sec=tiers.bytes_per_sec,
-            store_secs=limit,
-            processes=count,
-        )
+        orders = _orders(old, place.url, item, claim, options, process, count)
         stage.order(orders)
+        limit = options.timeouts.save_secs
         return StagedRoot(
-            stage,
-            local,
-            journal,
-            orders,
-            tiers,
-            processes=processes,
-            readable_secs=options.timeouts.save_secs,
+            stage, local, journal, orders, tiers, processes=processes, readable_secs=limit
         )
     except BaseException:
         local.close()
@@ -165,32 +145,43 @@ def _apart(
         files.remove_tree(stage.fetched)
         _drop_what_was_at_the_root(stage, local, journal.known)
         _set_aside_other_parts(stage, local, item, journal.known, processes)
-        orders = Orders(
-            number=1 if old is None else old.number + 1,
-            stage=uuid.uuid4().hex if old is None else old.stage,
-            url=url,
-            endpoint=tiers.endpoint,
-            item=item,
-            holder=claim.lease.holder,
-            epoch=claim.lease.epoch,
-            bytes_per_sec=tiers.bytes_per_sec,
-            store_secs=options.timeouts.store_secs,
-            process=process,
-            processes=processes,
-        )
+        orders = _orders(old, url, item, claim, options, process, processes)
         stage.order(orders)
+        limit = options.timeouts.save_secs
         return StagedApart(
-            stage,
-            local,
-            journal,
-            orders,
-            tiers,
-            processes=processes,
-            readable_secs=options.timeouts.save_secs,
+            stage, local, journal, orders, tiers, processes=processes, readable_secs=limit
         )
     except BaseException:
         local.close()
         raise
+
+
+def _orders(
+    old: Orders | None,
+    url: str,
+    item: str,
+    claim: Claim,
+    options: ManagerOptions,
+    process: int,
+    processes: int,
+) -> Orders:
+    """The first orders under a claim, with what is still to be done of those before."""
+    tiers = options.tiers or Tiers()
+    return Orders(
+        number=1 if old is None else old.number + 1,
+        stage=uuid.uuid4().hex if old is None else old.stage,
+        url=url,
+        endpoint=tiers.endpoint,
+        item=item,
+        holder=claim.lease.holder,
+        epoch=claim.lease.epoch,
+        rolled_back=() if old is None else old.rolled_back,
+        retired=() if old is None else old.retired,
+        bytes_per_sec=tiers.bytes_per_sec,
+        store_secs=options.timeouts.store_secs,
+        process=process,
+        processes=processes,
+    )
 
 
 def _set_aside_other_parts(
