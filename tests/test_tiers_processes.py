@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -178,6 +179,18 @@ def test_what_waits_in_the_stages_goes_on_with_the_next_job(nodes):
         assert nodes.at_root() == [0, 1, 2, 3]
         job.close()
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
+
+
+def test_a_step_that_waits_in_the_stages_is_waited_for(nodes):
+    with nodes.job() as job:
+        saves_that_wait(nodes, job)
+        later = threading.Timer(0.5, nodes.stop_promoter, (1, signal.SIGCONT))
+        later.start()
+        for answer in job.all("restore", step=2, place=PLACE, like=2):
+            assert (answer["step"], answer["wrong"]) == (2, None)
+        later.join()
+        assert nodes.at_root() == [0, 1, 2]
+        job.close()
 
 
 def test_a_node_that_is_gone_takes_its_parts_with_it_and_no_more(nodes):

@@ -128,6 +128,7 @@ class Catalog:
 
     def _check(self, step: int) -> Spot:
         """Where a step stands."""
+        self._run.root.await_readable(step)
         step_dir = self._run.root.at(step)
         if not step_dir.is_dir():
             raise StepNotFound(

@@ -44,6 +44,7 @@ def read_state(
       read: what reads tables.
       progress: called with bytes of tables read and in all.
     """
+    root.await_readable(step)
     save = saves.read_save(root.at(step), item)
     flat = paths.flatten_with_paths(template, _stays)
     _, treedef = paths.flatten(template, _stays)

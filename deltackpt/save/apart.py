@@ -132,7 +132,7 @@ class Apart(Rendezvous):
         )
         for name, data in msgpack.unpackb(b"".join(pieces)).items():
             path = self.temporary / name
-            files.make_folder(path.parent)
+            (files.make_durable if self.fsync else files.make_folder)(path.parent)
             files.write_atomic(path, data, fsync=self.fsync)
         self._taken.add(process)
 
