@@ -151,6 +151,7 @@ def _train(
             return
         state, marks = trained(state, marks, step, branch)
         manager.save(step, state, touched=marks)
+        tell("saved", step=step)
         made += 1
         if draw.random() < 0.3:
             manager.wait()

@@ -157,7 +157,10 @@ def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, 
                 beside = (field.nodes[-1], field.start(field.nodes[-1]))
             if draw.random() < 0.9:
                 _await_open(field, (trainer,) if beside is None else (trainer, beside[1]))
-            time.sleep(draw.random() * 1.5)
+            if draw.random() < 0.7:
+                # However slow the machine is, it is killed in its saves.
+                _await_saves(field, trainer, draw.randrange(1, 12))
+            time.sleep(draw.random() * 0.7)
             what = draw.choice(["trainer", "promoter", "both", "both"])
             if what in ("promoter", "both") and field.kill_promoters(node):
                 field.hits["promoter"] += 1
@@ -194,6 +197,15 @@ def _await_open(field: Field, trainers: tuple[Any, ...]) -> None:
             if any(one["branch"] == branch for one in field.told()):
                 break
             time.sleep(0.02)
+
+
+def _await_saves(field: Field, trainer: Any, count: int) -> None:
+    """Until some saves were made since, or a trainer has ended."""
+    deadline, told = time.monotonic() + _PATIENCE_SECS, len(field.told())
+    while trainer.is_alive() and time.monotonic() < deadline:
+        if sum(one["what"] == "saved" for one in field.told()[told:]) >= count:
+            return
+        time.sleep(0.02)
 
 
 def _next_node(field: Field, node: Path) -> Path:
