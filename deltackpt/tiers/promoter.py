@@ -180,6 +180,14 @@ class Promoter:
 
     def _until_others(self) -> float:
         """How long to wait where nothing can be done here: other promoters may have to come."""
+        keys = {
+            key_of(step, info.save_id)
+            for (step, _), info in self._infos.items()
+            if info is not None and self._is_waiting(step, info)
+        }
+        for known in (self._sent, self._meetings, self._began):
+            for key in known.keys() - keys:
+                del known[key]
         if not self._sent:
             self._patience = _OTHERS_SECS[0]
             return _IDLE_SECS
@@ -204,7 +212,7 @@ class Promoter:
         if orders is None or not orders.holder:
             return False
         journal = self._resumed(orders)
-        if self._progress.problem is not None or orders.process > 0:
+        if self._progress.problem is not None or (orders.process > 0 and self._sent):
             journal.check()  # Commits whose answers were lost may be done, or those of others.
         self._carry_out(orders, journal)
         self._retire(orders, journal)
@@ -255,10 +263,6 @@ class Promoter:
                     continue  # It was removed meanwhile.
             found[step, stamp.identity] = known
         self._infos = found
-        keys = {key_of(step, info.save_id) for (step, _), info in found.items() if info}
-        self._sent = {key: told for key, told in self._sent.items() if key in keys}
-        self._meetings = {key: one for key, one in self._meetings.items() if key in keys}
-        self._began = {key: at for key, at in self._began.items() if key in keys}
         return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
 
     def _tell_unreadable(self, step: int, journal: Journal) -> None:
