@@ -188,6 +188,19 @@ def test_rows_in_doubt_are_saved_until_a_base_begun_since_is_committed(trainer):
     assert trainer.begin(5).kind == "delta"
 
 
+def test_a_save_that_is_lost_asks_for_one_base_however_late_it_is_told(trainer):
+    trainer.save(1)
+    assert [trainer.save(step).kind for step in (2, 3)] == ["delta"] * 2
+    trainer.lineage.lost(2, "step 2 is lost")
+    assert trainer.begin(4).reason == "base: step 2 is lost"
+    trainer.lineage.lost(3, "its parent is not there")  # The base is in flight.
+    assert trainer.save(5).kind == "base"
+    trainer.lineage.lost(3, "its parent is not there")
+    assert trainer.save(6).kind == "delta"
+    trainer.lineage.lost(6, "step 6 is lost")
+    assert trainer.save(7).reason == "base: step 6 is lost"
+
+
 def test_a_delta_that_becomes_a_base_is_the_anchor(trainer):
     trainer.save(1)
     intent = trainer.lineage.as_base(trainer.begin(2), "nearly all rows")

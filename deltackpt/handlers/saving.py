@@ -425,7 +425,8 @@ class Saver:
                     continue
                 if event.code == Damaged.code:
                     # What is taken against it could not come to the root either.
-                    self._run.lineage.distrust(f"a save cannot come to the root: {event.message}")
+                    reason = f"a save cannot come to the root: {event.message}"
+                    self._run.lineage.lost(event.step, reason)
 
     def _failed(self, flight: InFlight, cause: BaseException) -> Failure:
         run = self._run

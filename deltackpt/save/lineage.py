@@ -206,6 +206,22 @@ class Lineage:
             self._settle()
             self._distrusted, self._distrusted_at = reason, self._begun
 
+    def lost(self, step: int, reason: str) -> None:
+        """Notes that a save does not come to the root: what is taken against it cannot, either.
+
+        A base that was begun since needs it no more, and needs no other base after it.
+
+        Args:
+          step: of the save.
+          reason: why the next save is a base.
+        """
+        with self._lock:
+            self._settle()
+            newest = self._branch.in_flight
+            base = newest if newest and newest.info.kind == "base" else self._branch.anchor
+            if base is None or base.info.save_id.step <= step:
+                self._distrusted, self._distrusted_at = reason, self._begun
+
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
         """What ``begin`` would decide now, without noting anything.
 
