@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import servers
+from left_running import promoters
 from many import Job, Server, wait_until
-from running import promoters
 
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.view import JournalView

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import pytest
 import servers
-from running import promoters
+from left_running import promoters
 
 sys.path.insert(0, str(Path(__file__).parent))
 

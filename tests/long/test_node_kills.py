@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import servers
+from left_running import promoters
 from many import Job, Server
-from running import promoters
 
 from deltackpt.ledger.opening import open_steps
 from deltackpt.upkeep.verify import verify_root
