@@ -109,7 +109,8 @@ def test_a_bucket_that_is_not_there_is_named(server):
 
 
 def test_a_server_that_says_nothing_is_given_up(server):
-    at = opened(server, deadline_secs=0.5)
+    secs = 3.0 if server.scheme == "az" else 0.5  # Azurite takes as long where all is busy.
+    at = opened(server, deadline_secs=secs)
     at.store.put("x", b"abc")
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
@@ -119,7 +120,7 @@ def test_a_server_that_says_nothing_is_given_up(server):
             lambda: at.store.keys(""),
             lambda: at.store.delete(["x"]),
         ):
-            with pytest.raises(Unanswered, match=r"found no answer within 0.5 s"):
+            with pytest.raises(Unanswered, match=rf"found no answer within {secs:g} s"):
                 ask()
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
