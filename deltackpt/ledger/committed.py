@@ -140,6 +140,8 @@ class Committed:
         """Reads what a catalog names; nothing is asked yet."""
         self._catalog = catalog
         self._digests: dict[str, dict[str, Digest]] = {}
+        #: Files that stand in segments, by prefix.
+        self._segmented: dict[str, list[str]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -250,12 +252,11 @@ class Committed:
         prefix = None if unit is None else self._place_of(unit)
         if unit is None or prefix is None:
             raise Missing(f"{self.url}/{folder}")
-        lengths = (
-            digest.length
-            for name, digest in self._unit_digests(unit).items()
-            if not below or name.startswith(f"{below}/")
-        )
-        if any(length > SEGMENT_BYTES for length in lengths):
+        # Asked for each chunk that TensorStore reads, while few units have such files.
+        if prefix not in self._segmented:
+            files = self._unit_digests(unit).items()
+            self._segmented[prefix] = [name for name, one in files if one.length > SEGMENT_BYTES]
+        if any(not below or name.startswith(f"{below}/") for name in self._segmented[prefix]):
             return None
         at = self._at(prefix, below) if below else self._catalog.root / prefix
         return at.kvstore()
@@ -349,7 +350,9 @@ class Committed:
             with self._lock:
                 self._digests[prefix] = known
                 while len(self._digests) > _KEPT_UNITS:
-                    del self._digests[next(iter(self._digests))]
+                    oldest = next(iter(self._digests))
+                    del self._digests[oldest]
+                    self._segmented.pop(oldest, None)
         return known
 
     def _asked(self, key: str, ask: Any) -> Any:

@@ -14,7 +14,7 @@ import hashlib
 
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.entries import SAVES
+from deltackpt.ledger.entries import SAVES, prefix_epoch
 from deltackpt.storage.store import Spot
 
 MEETING = "meeting"
@@ -40,9 +40,8 @@ class Told:
 
 def token_of(save_id: SaveId) -> str:
     """What the place of a save ends in, on every node."""
-    return hashlib.sha256(f"{save_id.run}.{save_id.attempt}.{save_id.step}".encode()).hexdigest()[
-        :12
-    ]
+    known = f"{save_id.run}.{save_id.attempt}.{save_id.step}"
+    return hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
 class Meeting:
@@ -95,6 +94,6 @@ def sweep(root: Spot, epoch: int) -> None:
     """
     at = root / MEETING
     for name in at.folders():
-        found = name.split(".")
-        if len(found) == 3 and found[1].isdigit() and int(found[1]) < epoch:
+        of = prefix_epoch(f"{SAVES}/{name}")
+        if of is not None and of < epoch:
             at.store.delete([(at / name / one).key for one in (at / name).keys()])

@@ -342,7 +342,7 @@ class Promoter:
 
     def _promote(self, step: int, info: SaveInfo, orders: Orders, journal: Journal) -> None:
         source = spot(self._stage.steps) / str(step)
-        made_secs = os.stat(source).st_mtime if source.is_dir() else time.time()
+        made_secs = _made_secs(source)
         started = time.perf_counter()
         prefix = None
         try:
@@ -356,10 +356,7 @@ class Promoter:
                 pace=self._pace,
                 on_bytes=lambda count: self._check_orders(orders),
             )
-            standing = Standing.of(
-                info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
-            )
-            journal.commit(standing)
+            _commit(step, info, journal, prefix, put)
         except BaseException as error:
             if prefix is not None:
                 journal.give_up(prefix)
@@ -493,17 +490,14 @@ class Promoter:
     ) -> str | None:
         """Makes a save visible whose parts are all there; why it cannot, where it cannot."""
         source = spot(self._stage.steps) / str(step)
-        made_secs = os.stat(source).st_mtime if source.is_dir() else time.time()
+        made_secs = _made_secs(source)
         prefix = journal.prefix(Unit(step), token_of(info.save_id))
         try:
             self._require_parent(info, journal)
             every = inventory.every_digest(source, orders.item)
             objects = sum(one.objects for one in told.values())
             put = describe(every, journal.root / prefix, objects)
-            standing = Standing.of(
-                info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c
-            )
-            journal.commit(standing)
+            _commit(step, info, journal, prefix, put)
             seconds = time.perf_counter() - self._began[key_of(step, info.save_id)]
         except (RestoreError, TargetDiffers) as error:
             return str(error)
@@ -573,6 +567,18 @@ class Promoter:
             _logger.warning("%s", error)
         since = self._progress.problem_unix_secs or time.time()
         self._tell(problem=str(error), code=error.code, problem_unix_secs=since)
+
+
+def _commit(step: int, info: SaveInfo, journal: Journal, prefix: str, put: Uploaded) -> None:
+    """Makes a save visible, all of whose files are at the root."""
+    journal.commit(
+        Standing.of(info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
+    )
+
+
+def _made_secs(source: Spot) -> float:
+    """When a save in the stage was made, in seconds since 1970."""
+    return os.stat(source).st_mtime if source.is_dir() else time.time()
 
 
 @contextlib.contextmanager
