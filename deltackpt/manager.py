@@ -334,8 +334,7 @@ class CheckpointManager:
         """
         with self._lock:
             self._check_usable()
-            flight = self._saver.in_flight
-            failure = self._saver.settle(0.0) if flight is not None and flight.is_lost else None
+            failure = self._saver.settle(0.0) if self._saver.is_lost else None
         if failure is not None:
             raise failure.error(None) from failure.cause
 

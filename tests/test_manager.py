@@ -507,6 +507,47 @@ def test_a_failure_in_the_background_surfaces_once_and_the_next_save_is_taken(tm
         model.assert_same(saver.restore_latest(state).state, state)
 
 
+@pytest.mark.parametrize("looks", ["restore_latest", "restore", "read", "read_state", "delete"])
+@pytest.mark.parametrize("then", ["wait", "check_for_errors", "save", "close"])
+def test_a_failure_that_a_restore_or_a_read_has_met_is_raised_after_it(
+    tmp_path, start, looks, then
+):
+    state, marks = start
+    saver = manager(tmp_path)
+    saver.save(1, state, touched=marks)
+    saver.wait()
+    state, marks = model.train(state, marks, 1)
+    with mock.patch.object(writer, "write_array", side_effect=OSError(28, "no space")):
+        saver.save(2, state, touched=marks)
+        with pytest.warns(UserWarning, match="the save of step 2 failed: .*no space"):
+            match looks:
+                case "restore_latest":
+                    assert saver.restore_latest(state).step == 1
+                case "restore":
+                    assert saver.restore(1, state).step == 1
+                case "read":
+                    assert saver.read(1, {"users": (0, 3)}).step == 1
+                case "read_state":
+                    assert saver.read_state(1, state).step == 1
+                case "delete":
+                    saver.delete(1)
+    state, marks = model.train(state, marks, 2)
+    with pytest.raises(SaveFailed, match="step 2 failed: .*no space") as caught:
+        if then == "save":
+            saver.save(3, state, touched=marks)
+        else:
+            getattr(saver, then)()
+    assert (caught.value.taken is not None) == (then == "save")
+    if then == "close":
+        return
+    if then != "save":
+        saver.save(3, state, touched=marks)
+    saver.check_for_errors()
+    saver.wait()
+    model.assert_same(saver.restore_latest(state).state, state)
+    saver.close()
+
+
 def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers_them(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)

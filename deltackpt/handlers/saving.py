@@ -86,6 +86,8 @@ class Saver:
         #: Temporary directories of failed saves. Only these: another process may be ahead, and
         #: write the next step already.
         self._leftovers: list[Path] = []
+        #: A failure that a restore or a read met, which warned of it; it is still to be raised.
+        self._untold: Failure | None = None
 
     # On the training thread.
 
@@ -111,10 +113,11 @@ class Saver:
         arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
             return self._not_now(step, started)
+        met = self._untold
         failure = self.settle(run.options.timeouts.save_secs)
         self.due = None
-        if failure is not None and isinstance(failure.cause, ProcessMissing):
-            # It would be missing for this save as well.
+        if failure is not None and isinstance(failure.cause, ProcessMissing) and failure is not met:
+            # It would be missing for this save as well; a restore since has shown that it is not.
             raise failure.error(None) from failure.cause
         try:
             saved = self._start(step, state, arguments, started)
@@ -357,6 +360,11 @@ class Saver:
             reason += "; due, save_if_due() takes it"
         return Saved.skipped(step, reason, started)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a save failed, and that was not raised yet."""
+        return self._untold is not None or (self.in_flight is not None and self.in_flight.is_lost)
+
     def busy(self) -> bool:
         """Whether a save of this process is in flight."""
         return self.in_flight is not None and not self.in_flight.future.done()
@@ -373,9 +381,19 @@ class Saver:
         Args:
           timeout_secs: the longest wait.
 
+        Returns:
+          What is to be raised, once: that it failed, or that the one before a restore or a read
+          did.
+
         Raises:
           WaitTimeout: it goes on.
         """
+        failure = self._settled(timeout_secs) or self._untold
+        self._untold = None
+        return failure
+
+    def _settled(self, timeout_secs: float) -> Failure | None:
+        """Waits for the save in flight, if any, and reports it; returns its failure."""
         flight, run = self.in_flight, self._run
         self._tell_news()
         if flight is None:
@@ -451,10 +469,13 @@ class Saver:
                 handler.close()
 
     def settle_quietly(self) -> None:
-        """A failed save does not stand in the way of a restore; it is logged."""
-        failure = self.settle(self._run.options.timeouts.close_secs)
+        """A failed save does not stand in the way of a restore; it is raised by what follows."""
+        flight = self.in_flight
+        failure = self._settled(self._run.options.timeouts.close_secs)
         if failure is not None:
             events.warn(f"the save of step {failure.step} failed: {failure.cause}")
+            if flight is not None and not flight.told:
+                self._untold = failure
 
     def _report(self, flight: InFlight, committed: Committed) -> None:
         assert isinstance(flight.pending, PendingSave)

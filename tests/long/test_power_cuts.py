@@ -154,7 +154,7 @@ def test_a_step_that_was_waited_for_survives_a_power_cut(
         disk.restart()
         if ended.calls:
             phases[harness.phase(*ended.calls[max(ended.calls)])] += 1
-        assert harness.newest(root) >= waited, (harness.steps_in(root), vars(expected))
+        assert harness.newest(root) >= waited, _told(root, ended, expected)
         _check_with_stock_orbax(root, harness.newest(root))
     figures(
         f"power cuts of {disk.kind}",
@@ -203,6 +203,14 @@ def test_a_step_of_two_processes_one_of_them_late_survives_a_power_cut(
         shutil.rmtree(root)
         outcomes["with it" if 2 in standing else "without the step in flight"] += 1
     figures(f"power cuts of two processes, {disk.kind}", cuts=outcomes.total(), left=dict(outcomes))
+
+
+def _told(root: Path, ended: harness.Ended, expected: Expected) -> str:
+    """What is left, and what its trainer did last."""
+    left = sorted(str(path.relative_to(root)) for path in root.glob("*/*/*") if path.is_dir())
+    calls = [f"{number} {' '.join(call)}" for number, call in sorted(ended.calls.items())[-60:]]
+    parts = [harness.steps_in(root), left, vars(expected), *ended.notes[-12:], *calls]
+    return "\n".join(map(str, parts))
 
 
 def _check_with_stock_orbax(root: Path, step: int) -> None:
