@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 import urllib.request
@@ -52,25 +53,66 @@ class Server:
         return f"{self.scheme}://{name}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """What a server shows, and of which authority that is.
+
+    Attributes:
+      authority: file with the certificate of an authority that no machine knows.
+      shown: file with one for the loopback address.
+      key: file with its private key.
+    """
+
+    authority: Path
+    shown: Path
+    key: Path
+
+    @classmethod
+    def made(cls, folder: Path) -> Certificate:
+        """A fresh one, good for two days."""
+        required(shutil.which("openssl") is not None, "openssl is needed to make a certificate")
+        asked, about, key = folder / "asked.pem", folder / "about", folder / "authority.key"
+        found = cls(folder / "authority.pem", folder / "shown.pem", folder / "shown.key")
+        about.write_text("subjectAltName=IP:127.0.0.1\n")
+        fresh = ("-newkey", "rsa:2048", "-nodes")
+        for command in (
+            ("req", "-x509", *fresh, "-keyout", key, "-out", found.authority, "-days", "2")
+            + ("-subj", "/CN=authority"),
+            ("req", *fresh, "-keyout", found.key, "-out", asked, "-subj", "/CN=server"),
+            ("x509", "-req", "-in", asked, "-CA", found.authority, "-CAkey", key, "-days", "2")
+            + ("-CAcreateserial", "-extfile", about, "-out", found.shown),
+        ):
+            subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True)
+        return found
+
+    def trust(self) -> contextlib.AbstractContextManager[object]:
+        """What this process, and those that it starts, trust meanwhile."""
+        return mock.patch.dict(os.environ, {"SSL_CERT_FILE": str(self.authority)})
+
+
 @contextlib.contextmanager
-def s3(folder: Path, port: int | None = None) -> Iterator[Server]:
+def s3(
+    folder: Path, port: int | None = None, certificate: Certificate | None = None
+) -> Iterator[Server]:
     """versitygw; its buckets are folders of a directory.
 
     Args:
       folder: where it keeps what it is given, and its log.
       port: where it listens; a free one by default.
+      certificate: what it shows; None: it speaks without TLS.
     """
     held = folder / "buckets"
     held.mkdir(parents=True, exist_ok=True)
     keys = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
     root = {"ROOT_ACCESS_KEY": "tester", "ROOT_SECRET_KEY": "secret"}
     port = port or free_port()
-    command = [program("versitygw"), "--port", f"127.0.0.1:{port}", "--keep-alive", "posix"]
-    with _running([*command, str(held)], folder, root, port) as process:
+    command = [program("versitygw"), "--port", f"127.0.0.1:{port}", "--keep-alive"]
+    command += _shows(certificate, "--cert", "--key")
+    with _running([*command, "posix", str(held)], folder, root, port) as process:
         environment = {**keys, "AWS_EC2_METADATA_DISABLED": "true", "AWS_REGION": "us-east-1"}
         yield Server(
             "s3",
-            f"http://127.0.0.1:{port}",
+            f"{_scheme(certificate)}://127.0.0.1:{port}",
             environment,
             lambda name: (held / name).mkdir(exist_ok=True),
             process,
@@ -78,11 +120,13 @@ def s3(folder: Path, port: int | None = None) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def gcs(folder: Path, port: int | None = None) -> Iterator[Server]:
+def gcs(
+    folder: Path, port: int | None = None, certificate: Certificate | None = None
+) -> Iterator[Server]:
     """fake-gcs-server; it keeps all in its memory."""
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
-    address = f"http://127.0.0.1:{port}"
+    address = f"{_scheme(certificate)}://127.0.0.1:{port}"
 
     def make(name: str) -> None:
         asked = urllib.request.Request(
@@ -90,12 +134,13 @@ def gcs(folder: Path, port: int | None = None) -> Iterator[Server]:
             data=json.dumps({"name": name}).encode(),
             headers={"Content-Type": "application/json"},
         )
-        urllib.request.urlopen(asked, timeout=30).close()
+        _ask(asked, certificate)
 
     command = [
-        *(program("fake-gcs-server"), "-scheme", "http", "-host", "127.0.0.1"),
+        *(program("fake-gcs-server"), "-scheme", _scheme(certificate), "-host", "127.0.0.1"),
         *("-port", str(port), "-backend", "memory", "-log-level", "error"),
         *("-external-url", address, "-public-host", f"127.0.0.1:{port}"),
+        *_shows(certificate, "-cert-location", "-private-key-location"),
     ]
     with _running(command, folder, {}, port) as process:
         yield Server("gs", address, {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}, make, process)
@@ -109,12 +154,14 @@ _AZURE_KEY = (
 
 
 @contextlib.contextmanager
-def azure(folder: Path, port: int | None = None) -> Iterator[Server]:
+def azure(
+    folder: Path, port: int | None = None, certificate: Certificate | None = None
+) -> Iterator[Server]:
     """Azurite; it keeps all in its memory."""
     pytest.importorskip("obstore")
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
-    address = f"http://127.0.0.1:{port}/{_AZURE_ACCOUNT}"
+    address = f"{_scheme(certificate)}://127.0.0.1:{port}/{_AZURE_ACCOUNT}"
 
     def make(name: str) -> None:
         when = email.utils.formatdate(usegmt=True)
@@ -129,11 +176,12 @@ def azure(folder: Path, port: int | None = None) -> Iterator[Server]:
             f"{address}/{name}?restype=container", headers=headers, method="PUT", data=b""
         )
         asked.add_unredirected_header("Content-Type", "")
-        urllib.request.urlopen(asked, timeout=30).close()
+        _ask(asked, certificate)
 
     command = [
         *(program("azurite-blob"), "--blobHost", "127.0.0.1", "--blobPort", str(port)),
         *("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"),
+        *_shows(certificate, "--cert", "--key"),
     ]
     environment = {
         "AZURE_STORAGE_ACCOUNT_NAME": _AZURE_ACCOUNT,
@@ -167,6 +215,22 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def _scheme(certificate: Certificate | None) -> str:
+    return "http" if certificate is None else "https"
+
+
+def _shows(certificate: Certificate | None, shown: str, key: str) -> list[str]:
+    """Options of a server's command that say what it shows."""
+    if certificate is None:
+        return []
+    return [shown, str(certificate.shown), key, str(certificate.key)]
+
+
+def _ask(asked: urllib.request.Request, certificate: Certificate | None) -> None:
+    trusted = certificate and ssl.create_default_context(cafile=certificate.authority)
+    urllib.request.urlopen(asked, timeout=30, context=trusted).close()
 
 
 @contextlib.contextmanager

@@ -185,6 +185,20 @@ def test_a_network_that_never_works_is_unanswered(network, kind):
     together([functools.partial(work, name) for name in OPERATIONS], len(OPERATIONS))
 
 
+@pytest.mark.parametrize("data", [_OLD, b""], ids=["full", "empty"])
+def test_an_answer_that_breaks_off_in_its_head_is_no_empty_object(network, data):
+    where = fresh(network)
+    store = opened(network, where, LONG_SECS, retries=False).store
+    store.put("a/x", data)
+    plan = network.plan(where, lambda number: "behead")
+    for ask in (store.get, store.length, store.version):
+        with pytest.raises(Unanswered):
+            ask("a/x")
+    assert plan.struck
+    plan = network.plan(where, proxy.at({}))
+    assert store.get("a/x") == data and len(plan.seen) == 1
+
+
 # The journal.
 
 

@@ -15,7 +15,18 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deltackpt.errors import Damaged, MissingExtra, StorageError
-from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Stamp, Unanswered
+from deltackpt.storage.store import (
+    DEADLINE_SECS,
+    Exists,
+    Missing,
+    Refused,
+    Stamp,
+    Unanswered,
+    refusal,
+    stamp_of_objects,
+    unanswered,
+    untrusted,
+)
 
 #: Of a server that takes no connection.
 _CONNECT_SECS = 10.0
@@ -24,6 +35,8 @@ _MOST_RETRIES = 4
 _BUSY = {408, 429, *range(500, 600)}
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+#: What obstore's client says of a server that it does not trust.
+_UNTRUSTED = "InvalidCertificate"
 #: Of Azure, of a blob that is not there; of a container that is not there it has another one.
 _NO_CONTAINER = "ContainerNotFound"
 
@@ -178,13 +191,8 @@ class AzureStore:
                 self._api.delete(self._store, key)
 
     def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``; a folder is what its objects are."""
-        found = self.keys(folder)
-        if not found:
-            return None
-        with contextlib.suppress(Missing):
-            return Stamp((folder, self.version(found[0])), tuple(found))
-        return None
+        """See ``Store``."""
+        return stamp_of_objects(self, folder)
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
         """See ``Store``: there is no driver for it."""
@@ -216,18 +224,14 @@ class AzureStore:
         except (OSError, ValueError, self._api.exceptions.BaseError) as error:
             if isinstance(error, StorageError):
                 raise
+            if _UNTRUSTED in str(error):
+                raise untrusted(self._url, action) from OSError(_told(error))
             raise self._failed(_kind(error), action, _told(error)) from OSError(_told(error))
 
     def _failed(self, kind: type[StorageError], action: str, told: str) -> StorageError:
         if kind is Unanswered and not _STATUS.search(told):
-            return kind(
-                f"{self._url}: expected to {action}, found no answer within "
-                f"{self._deadline_secs:g} s; check that the service is up, then try again"
-            )
-        return kind(
-            f"{self._url}: expected to {action}, found: {told}; check the URL, the endpoint and "
-            "the credentials, then try again"
-        )
+            return unanswered(self._url, action, self._deadline_secs)
+        return refusal(kind, self._url, action, told)
 
 
 def _kind(error: Exception) -> type[StorageError]:

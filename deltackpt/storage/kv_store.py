@@ -19,15 +19,33 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Spot, Stamp, Unanswered
+from deltackpt.storage.store import (
+    DEADLINE_SECS,
+    Exists,
+    Missing,
+    Refused,
+    Spot,
+    Stamp,
+    Unanswered,
+    refusal,
+    stamp_of_objects,
+    unanswered,
+    untrusted,
+)
 
 #: The generation of what is not there, to be written only then.
 _ABSENT = b"\x02"
+#: Of an answer of GCS that broke off in its head: TensorStore takes it for an empty object, while
+#: it asks again by itself after any other broken one.
+_BROKEN_OFF = bytes(9)
+_READ_TRIES = 4
 #: Deletions on their way at a time; no service that we speak to deletes several at once.
 _DELETIONS = 16
 _CODE = re.compile(r"([A-Z_]+): ")
 #: What is said of an answer that broke off in its head: what was asked may be done.
 _CUT_HEADS = ("not found in response headers", "Malformed List response", "Failed to parse ")
+#: What libcurl says of a server that it does not trust.
+_UNTRUSTED = "peer certificate"
 
 
 class Reachable(NamedTuple):
@@ -102,6 +120,7 @@ class KvStore:
         self._deadline_secs = deadline_secs
         with self._refusals("open it"):
             self._store: Any = ts.KvStore.open(spec).result(timeout=deadline_secs)
+        self._is_gcs = self._store.spec().to_json()["driver"] == "gcs"
 
     @property
     def url(self) -> str:
@@ -180,13 +199,8 @@ class KvStore:
                     self._done(answer)
 
     def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``; a folder is what its objects are: of the same bytes it is the same."""
-        found = self.keys(folder)
-        if not found:
-            return None
-        with contextlib.suppress(Missing):
-            return Stamp((folder, self.version(found[0])), tuple(found))
-        return None
+        """See ``Store``."""
+        return stamp_of_objects(self, folder)
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         """See ``Store``."""
@@ -195,10 +209,12 @@ class KvStore:
 
     def _read(self, key: str, **how: Any) -> Any:
         with self._refusals(f"read {key}"):
-            found = self._done(self._store.read(key, **how))
-            if not how and found.state == "value" and not found.value:
-                # On GCS an answer that breaks off in its head is taken for an empty object.
-                found = self._done(self._store.read(key))
+            for _ in range(_READ_TRIES):
+                found = self._done(self._store.read(key, **how))
+                if not self._is_gcs or found.stamp.generation != _BROKEN_OFF:
+                    break
+            else:
+                raise OSError(f"ABORTED: {_READ_TRIES} answers broke off in their heads")
         if found.state != "value":
             raise Missing(f"{self._url}/{key}", "no such file")
         return found
@@ -221,10 +237,7 @@ class KvStore:
         try:
             yield
         except TimeoutError as error:
-            raise Unanswered(
-                f"{self._url}: expected to {action}, found no answer within "
-                f"{self._deadline_secs:g} s; check that the service is up, then try again"
-            ) from error
+            raise unanswered(self._url, action, self._deadline_secs) from error
         except (ValueError, OSError, NotImplementedError, RuntimeError, LookupError) as error:
             if isinstance(error, StorageError):
                 raise
@@ -233,9 +246,8 @@ class KvStore:
             code = _CODE.match(found[0]) if found else None
             kind = _KINDS.get(code[1], Unanswered) if code is not None else Refused
             told = found[0] if found else type(error).__name__
+            if _UNTRUSTED in told:
+                raise untrusted(self._url, action) from OSError(told)
             if any(cut in told for cut in _CUT_HEADS):
                 kind = Unanswered
-            raise kind(
-                f"{self._url}: expected to {action}, found: {told}; check the URL, the endpoint "
-                "and the credentials, then try again"
-            ) from OSError(told)
+            raise refusal(kind, self._url, action, told) from OSError(told)

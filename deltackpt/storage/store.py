@@ -294,6 +294,41 @@ class Spot(NamedTuple):
         return self.store.kvstore(self.key)
 
 
+def stamp_of_objects(store: Store, folder: str) -> Stamp | None:
+    """The stamp of a folder that is its objects: of the same bytes it is the same."""
+    found = store.keys(folder)
+    if not found:
+        return None
+    with contextlib.suppress(Missing):
+        return Stamp((folder, store.version(found[0])), tuple(found))
+    return None
+
+
+def unanswered(url: str, action: str, deadline_secs: float) -> Unanswered:
+    """What is said of a service that did not answer in time."""
+    return Unanswered(
+        f"{url}: expected to {action}, found no answer within {deadline_secs:g} s; check that the "
+        "service is up, then try again"
+    )
+
+
+def refusal(kind: type[StorageError], url: str, action: str, told: str) -> StorageError:
+    """What is said of a service that answered otherwise than it should."""
+    return kind(
+        f"{url}: expected to {action}, found: {told}; check the URL, the endpoint and the "
+        "credentials, then try again"
+    )
+
+
+def untrusted(url: str, action: str) -> Refused:
+    """What is said of a server whose certificate is not one to be trusted."""
+    return Refused(
+        f"{url}: expected to {action}, found a server with a certificate of an authority that is "
+        "not trusted here; check the endpoint, or name a file with the authority's certificate in "
+        "SSL_CERT_FILE"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class FileStore:
     """A directory of a local or network file system."""
