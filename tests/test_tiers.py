@@ -36,7 +36,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
-from deltackpt.tiers import promoter, running
+from deltackpt.tiers import promotion, running
 from deltackpt.tiers.stage import Stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.upkeep.verify import verify_root
@@ -632,9 +632,9 @@ def test_nothing_is_retired_before_what_replaces_it_is_at_the_root(node, monkeyp
         assert manager.all_steps() == [3]
     orders = one.stage.orders()
     assert orders is not None and 0 in {retired.step for retired in orders.retired}
-    work = promoter.Promoter(one.stage)
+    work = promotion.Promoter(one.stage)
     with monkeypatch.context() as patch:
-        patch.setattr(promoter, "upload", unreachable)
+        patch.setattr(promotion, "upload", unreachable)
         with pytest.raises(StorageError):
             work.step()
     assert one.root() == [0]

@@ -37,6 +37,7 @@ def promote(stage: Path, until_empty: bool, only_status: bool, as_json: bool) ->
     """
     # Imported here: other commands need not pay for it.
     from deltackpt.tiers import promoter
+    from deltackpt.tiers.promotion import Promoter
     from deltackpt.tiers.stage import Stage
 
     found = Stage(stage.absolute())
@@ -45,7 +46,7 @@ def promote(stage: Path, until_empty: bool, only_status: bool, as_json: bool) ->
         trainer = promoter.NoTrainer(until_empty=until_empty)
         with promoter.only_one(found, trainer) as is_one:
             if is_one:
-                promoter.Promoter(found).run(trainer, adopts=True)
+                Promoter(found).run(trainer, adopts=True)
     status = promoter.status_of(found)
     if as_json:
         terminal.print_json(status)

@@ -19,7 +19,8 @@ from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
 from deltackpt.storage import buckets, files
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
-from deltackpt.tiers.staged import StagedApart, StagedBeside, StagedRoot
+from deltackpt.tiers.staged import StagedRoot
+from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
