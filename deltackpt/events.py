@@ -48,6 +48,8 @@ class SaveEvent:
         included.
       extract_secs: finding the touched rows and copying them. That is part of ``blocked_secs``,
         but for rows on their way from an accelerator, which arrive in the background.
+      room_secs: in the background, until there was room in the stage of a bucket
+        (``Tiers.stage_bytes``); the next ``save()`` waits meanwhile.
       encode_secs: in the background, while at least one thread made stored bytes of rows; others
         may have written meanwhile. Rows that a base or a large delta holds in the training state
         are read from there in this time.
@@ -55,11 +57,11 @@ class SaveEvent:
         for. With ``encode_secs`` it is the whole of encoding and writing.
       digest_secs: the digests of the part and its manifest; of several processes, process 0 waits
         for the parts of the others here.
-      commit_secs: from the moment that Orbax had all files of this process written, dense leaves
-        too, until the step was committed: Orbax's finalisation, digests of the whole step, fsync
-        and rename, and the wait for other processes.
-      total_secs: from the call of ``save()`` until the step was committed. What no stage has is
-        Orbax's own work: starting its threads, and dense leaves that took longer than tables.
+      commit_secs: from the moment that all files of this process were written, dense leaves too,
+        until the step was committed: merged dense leaves, digests of the whole step, fsync of all
+        of it, rename, and the wait for other processes.
+      total_secs: from the call of ``save()`` until the step was committed. What no stage has went
+        to dense leaves and other items, which are written after the tables.
       committed_unix_secs: when the step was committed, in seconds since 1970. The event itself
         comes later, at the manager's next call.
       tables: each table and slot of which rows were written; not in the log's line.
@@ -75,6 +77,7 @@ class SaveEvent:
     ratio: float
     blocked_secs: float
     extract_secs: float
+    room_secs: float
     encode_secs: float
     write_secs: float
     digest_secs: float
@@ -432,7 +435,7 @@ class PrometheusSink:
             self._table_error.labels(*place).set(figures.relative_error)
 
 
-_SAVE_STAGES = ("blocked", "extract", "encode", "write", "digest", "commit", "total")
+_SAVE_STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
 _RESTORE_STAGES = ("find", "read", "place", "total")
 # A small delta takes 30 ms, a base of a large model minutes; marks and touched rows, a few ms.
 _SECONDS_BUCKETS = (

@@ -34,7 +34,7 @@ from deltackpt.storage import writer
 REPOSITORY = Path(__file__).resolve().parent.parent
 DASHBOARD = REPOSITORY / "docs" / "assets" / "grafana-dashboard.json"
 PAGE = REPOSITORY / "docs" / "guide" / "metrics.md"
-STAGES = ("blocked", "extract", "encode", "write", "digest", "commit", "total")
+STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
 
 
 def save_event(**changes) -> events.SaveEvent:
@@ -51,6 +51,7 @@ def save_event(**changes) -> events.SaveEvent:
         extract_secs=0.008,
         encode_secs=0.03,
         write_secs=0.02,
+        room_secs=0.0,
         digest_secs=0.002,
         commit_secs=0.005,
         total_secs=0.11,

@@ -370,6 +370,8 @@ def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
         one.save(manager, 2)
         manager.wait()
         assert manager.all_steps() == [0, 1, 2]
+        told = {event.step: event.room_secs for event in one.events.of(events.SaveEvent)}
+        assert told[1] > limits.save_secs
     eventually(lambda: one.root() == [0, 1, 2], "all saves came to the root")
 
 

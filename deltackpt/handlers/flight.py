@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, SaveFailed, TrackingFailed
 from deltackpt.outcomes import Saved
@@ -91,6 +91,20 @@ class Failure:
         return error
 
 
+class Done(NamedTuple):
+    """What the background half of a save that stands has done.
+
+    Attributes:
+      room_secs: how long it waited for room.
+      committed: when the step was written, and visible.
+      warnings: of what went wrong beside it.
+    """
+
+    room_secs: float
+    committed: Committed
+    warnings: tuple[str, ...]
+
+
 @dataclasses.dataclass(eq=False)
 class InFlight:
     """The save that is not settled yet.
@@ -101,16 +115,14 @@ class InFlight:
       pending: its tables, or why there are none of this process.
       future: its background half.
       started: when ``save()`` was called, of ``time.perf_counter()``.
-      warnings: of what went wrong after its commit.
       blocked_secs: how long ``save()`` took.
     """
 
     step: int
     temporary: Path
     pending: PendingSave | RefusedSave
-    future: Future[Committed]
+    future: Future[Done]
     started: float
-    warnings: list[str]
     blocked_secs: float = 0.0
 
     @property

@@ -33,7 +33,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.handlers import dense, retention
-from deltackpt.handlers.flight import Failure, InFlight, SaveArguments
+from deltackpt.handlers.flight import Done, Failure, InFlight, SaveArguments
 from deltackpt.handlers.foreign import HandlerItem, Metrics
 from deltackpt.handlers.items import save_args
 from deltackpt.handlers.run import Run
@@ -51,7 +51,7 @@ from deltackpt.save.flight import (
     RefusedSave,
     SaveReport,
 )
-from deltackpt.save.step import Committed, Item, Step
+from deltackpt.save.step import Item, Step
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
@@ -258,21 +258,22 @@ class Saver:
             metadata=lambda: self._metadata(items, arguments, begun_ns),
             check=run.held.check_lease,
         )
-        warnings: list[str] = []
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
         nbytes += sum(item.nbytes for item in items.values() if isinstance(item, DenseLeaves))
         # With the manager, which would say that its save is lost if it went.
-        future = run.workers.save(self._write, planned, nbytes, warnings, self._owner)
-        self.in_flight = InFlight(number, temporary, pending, future, started, warnings)
+        future = run.workers.save(self._write, planned, nbytes, self._owner)
+        self.in_flight = InFlight(number, temporary, pending, future, started)
         return self.in_flight
 
     # In the background.
 
-    def _write(self, planned: Step, nbytes: int, warnings: list[str], owner: object) -> Committed:
-        run = self._run
+    def _write(self, planned: Step, nbytes: int, owner: object) -> Done:
+        run, begun = self._run, time.perf_counter()
+        warnings: list[str] = []
         try:
             if (warning := run.held.make_room(nbytes)) is not None:
                 warnings.append(f"step {planned.final.name}: {warning}")
+            room_secs = time.perf_counter() - begun
             committed = steps.write(planned, run.workers)
         except BaseException:
             _release(planned.items)  # Not all of them were come to.
@@ -284,7 +285,7 @@ class Saver:
                 retention.enforce(self._keeps, run.held, run.lineage.protected())
             except Exception as error:
                 warnings.append(f"steps that retention does not keep may stay: {error}")
-        return committed
+        return Done(room_secs, committed, tuple(warnings))
 
     def _metadata(
         self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
@@ -398,8 +399,7 @@ class Saver:
         self._tell_news()
         if flight is None:
             return None
-        done, _ = concurrent.futures.wait([flight.future], timeout_secs)
-        if not done:
+        if not concurrent.futures.wait([flight.future], timeout_secs).done:
             raise WaitTimeout(
                 f"the save of {flight.step}: expected it to end within {timeout_secs} s "
                 "(ManagerOptions.timeouts), found it still running; look at the storage, then "
@@ -412,8 +412,9 @@ class Saver:
         run.newest = flight.step
         while self._leftovers:
             files.remove_tree(self._leftovers.pop())
-        self._report(flight, flight.future.result())
-        for text in flight.warnings:
+        done = flight.future.result()
+        self._report(flight, done)
+        for text in done.warnings:
             events.warn(text)
         try:
             run.held.collect(run.lineage.protected)
@@ -477,9 +478,9 @@ class Saver:
             if flight is not None and not flight.told:
                 self._untold = failure
 
-    def _report(self, flight: InFlight, committed: Committed) -> None:
+    def _report(self, flight: InFlight, done: Done) -> None:
         assert isinstance(flight.pending, PendingSave)
-        report = flight.pending.report
+        report, committed = flight.pending.report, done.committed
         assert report is not None
         self.reports.append(report)
         committed_ago_secs = time.perf_counter() - committed.at
@@ -494,6 +495,7 @@ class Saver:
             ratio=report.bytes_written / max(1, report.base_bytes),
             blocked_secs=flight.blocked_secs,
             extract_secs=report.extract_secs,
+            room_secs=done.room_secs,
             encode_secs=report.encode_secs,
             write_secs=report.write_secs,
             digest_secs=report.digest_secs,
