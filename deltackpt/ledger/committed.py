@@ -253,10 +253,12 @@ class Committed:
         if unit is None or prefix is None:
             raise Missing(f"{self.url}/{folder}")
         # Asked for each chunk that TensorStore reads, while few units have such files.
-        if prefix not in self._segmented:
-            files = self._unit_digests(unit).items()
-            self._segmented[prefix] = [name for name, one in files if one.length > SEGMENT_BYTES]
-        if any(not below or name.startswith(f"{below}/") for name in self._segmented[prefix]):
+        segmented = self._segmented.get(prefix)
+        if segmented is None:
+            found = self._unit_digests(unit).items()
+            segmented = [name for name, digest in found if digest.length > SEGMENT_BYTES]
+            self._segmented[prefix] = segmented
+        if any(not below or name.startswith(f"{below}/") for name in segmented):
             return None
         at = self._at(prefix, below) if below else self._catalog.root / prefix
         return at.kvstore()
