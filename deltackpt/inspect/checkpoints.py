@@ -156,6 +156,7 @@ class Checkpoints:
           StepGone: it was removed meanwhile.
         """
         number = self._chosen(step)
+        self._root.await_readable(number)
         place = self._at(number).stamp()
         return Step(self._saves(number), place)
 

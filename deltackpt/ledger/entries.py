@@ -234,6 +234,11 @@ class State:
     standings: Mapping[Unit, Standing]
     pages: Mapping[PageRef, Page]
 
+    @functools.cached_property
+    def uploads(self) -> frozenset[tuple[Unit, SaveId]]:
+        """What is committed: each unit with the save that it is of."""
+        return frozenset((unit, one.save_id) for unit, one in self.standings.items())
+
     @property
     def claim(self) -> Claim | None:
         """The newest; None where nobody ever took the root."""

@@ -30,6 +30,10 @@ class BucketSteps(Steps):
         """See ``Steps``."""
         return max(self.journal.known.steps, default=None)
 
+    def await_readable(self, step: int) -> None:
+        """See ``Steps``: another save may have the step's number since it was seen last."""
+        self.journal.state()
+
     def newest_lease(self) -> Lease | None:
         """See ``Steps``."""
         claim = self.journal.known.claim
@@ -90,6 +94,8 @@ def refuse_foreign(root: Spot) -> None:
       ForeignDirectory: it holds other things.
     """
     found = root.names()
+    if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
+        return  # Of a first start that was cut.
     if names.COPIED in found:
         raise UnsupportedRoot(
             f"{root}: expected a journal, or nothing, found copies with markers in "

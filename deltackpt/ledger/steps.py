@@ -156,7 +156,7 @@ class Steps:
         return None
 
     def await_readable(self, step: int) -> None:
-        """Waits until a committed step can be read here; of most roots it always can.
+        """Called before a step is read: waits until it can be; of most roots it always can.
 
         Raises:
           Damaged: it never can.

@@ -91,12 +91,13 @@ def upload(
     files: Mapping[str, Digest],
     target: Spot,
     *,
+    done: set[str] | None = None,
     workers: int = WORKERS,
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Uploaded:
     """Puts files, and then what they are: ``send``, then ``describe``."""
-    objects = send(source, files, target, workers=workers, pace=pace, on_bytes=on_bytes)
+    objects = send(source, files, target, done=done, workers=workers, pace=pace, on_bytes=on_bytes)
     return describe(files, target, objects)
 
 
@@ -126,6 +127,7 @@ def send(
     files: Mapping[str, Digest],
     target: Spot,
     *,
+    done: set[str] | None = None,
     workers: int = WORKERS,
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
@@ -136,6 +138,7 @@ def send(
       source: the folder that they are read from.
       files: posix path below it to what the file should be.
       target: the fresh prefix.
+      done: files that are there by now, where that was tried before; those that are put join them.
       workers: objects on their way at a time.
       pace: bounds the bytes per second.
       on_bytes: called with bytes put, from several threads.
@@ -148,10 +151,11 @@ def send(
       StorageError: either store refused, or did not answer.
     """
     pace, in_flight, stopped = pace or Pace(), InFlight(), threading.Event()
+    done = set() if done is None else done
 
-    def put(name: str) -> int:
+    def put(name: str) -> None:
         at, expected = source / name, files[name]
-        count = max(1, -(-expected.length // SEGMENT_BYTES))
+        count = _segments(expected)
         sent = Streamed()
         for number in range(count):
             start = number * SEGMENT_BYTES
@@ -159,7 +163,7 @@ def send(
             with in_flight.taken(nbytes):
                 pace.take(nbytes, stopped)
                 if stopped.is_set():
-                    return number
+                    return
                 data = _read(at, start, nbytes, whole=count == 1)
                 sent.add(data)
                 to = target / (name if count == 1 else segment_name(name, number))
@@ -167,19 +171,26 @@ def send(
                     sent.check(at.shown(), expected)
                 to.store.put(to.key, data)
             on_bytes(nbytes)
-        return count
+        done.add(name)
 
     with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-upload") as pool:
         # The largest first: the last to end is a small one.
-        order = sorted(files, key=lambda name: -files[name].length)
+        order = sorted(files.keys() - done, key=lambda name: -files[name].length)
         pending = [pool.submit(put, name) for name in order]
         try:
-            return sum(future.result() for future in concurrent.futures.as_completed(pending))
+            for future in concurrent.futures.as_completed(pending):
+                future.result()
         except BaseException:
             stopped.set()
             for future in pending:
                 future.cancel()
             raise
+    return sum(map(_segments, files.values()))
+
+
+def _segments(file: Digest) -> int:
+    """How many objects a file is."""
+    return max(1, -(-file.length // SEGMENT_BYTES))
 
 
 def _read(at: Spot, start: int, nbytes: int, *, whole: bool) -> bytes:

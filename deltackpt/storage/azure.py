@@ -103,7 +103,12 @@ class AzureStore:
                 },
                 config={} if endpoint is None else {"endpoint": endpoint},
             )
-        except (ValueError, obstore.exceptions.BaseError) as error:
+        except ValueError as error:
+            raise Refused(
+                f"{url}: expected a container and a path that Azure's client takes, found: "
+                f"{_told(error)}; leave empty parts, dots and control characters out of it"
+            ) from OSError(_told(error))
+        except obstore.exceptions.BaseError as error:
             raise Refused(
                 f"{url}: expected an account of Azure and its credentials in the environment, "
                 f"found: {_told(error)}; set AZURE_STORAGE_ACCOUNT_NAME, and "

@@ -34,6 +34,8 @@ _GCS_ENDPOINT = "TENSORSTORE_GCS_HTTP_URL"
 _RETRIES = {"max_retries": 4, "initial_delay": "100ms", "max_delay": "2s"}
 _CREDENTIALS = "AWS_ACCESS_KEY_ID"
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+#: What is tried stands in the folder of the journal, under no number.
+_PROBES, _PROBE = "journal", "probe."
 _AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
@@ -166,6 +168,7 @@ def _by_spec(text: str, endpoint: str | None) -> Place:
 def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]:
     """A spec that names a server, and says how often to ask it again."""
     found: dict[str, Any]
+    _check_endpoint(endpoint)
     if spec["driver"] == "gcs":
         if endpoint is not None:
             known = os.environ.get(_GCS_ENDPOINT)
@@ -179,6 +182,7 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
     if spec["driver"] == "azure":
         known = (os.environ[name] for name in _AZURE_ENDPOINTS if os.environ.get(name))
         endpoint = endpoint or next(known, None)
+        _check_endpoint(endpoint)
         found = {"azure_request_retries": _RETRIES, **spec}
         return found if endpoint is None else {**found, "endpoint": endpoint}
     if spec["driver"] != "s3":
@@ -192,6 +196,7 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
     endpoint = (
         endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     )
+    _check_endpoint(endpoint)
     if endpoint is not None:
         region = next((os.environ[name] for name in _REGIONS if os.environ.get(name)), "us-east-1")
         found = {"aws_region": region, **found, "endpoint": endpoint}
@@ -201,6 +206,16 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
     return found
 
 
+def _check_endpoint(endpoint: str | None) -> None:
+    """Refuses what must not be in an address, which orders of stages and errors show."""
+    found = urllib.parse.urlsplit(endpoint or "")
+    if "@" in found.netloc or found.query or found.fragment:
+        raise OptionError(
+            "endpoint: expected an address such as https://host:port, found credentials or a query "
+            "in it; give credentials in the environment, as the SDKs of the services find them"
+        )
+
+
 def probe(root: Spot) -> None:
     """Checks that a store refuses a conditional write of what is there: commits rest on that.
 
@@ -208,14 +223,15 @@ def probe(root: Spot) -> None:
       UnsupportedRoot: it does not, or knows no such writes.
       StorageError: it cannot be written.
     """
-    at = root / "journal" / f"probe.{uuid.uuid4().hex}"
+    at = root / _PROBES / f"{_PROBE}{uuid.uuid4().hex}"
     try:
         at.store.put(at.key, b"first", absent=True)
         try:
             at.store.put(at.key, b"second", absent=True)
         except Exists:
-            if at.store.get(at.key) == b"first":
+            if at.store.get(at.key) == b"first" and at.name in probes(root):
                 return
+            raise _unsupported(root, "another object, or none in a listing") from None
     except Exists as error:
         raise _unsupported(root, "one of a fresh key refused") from error
     except Missing as error:
@@ -228,6 +244,11 @@ def probe(root: Spot) -> None:
         with contextlib.suppress(StorageError):
             at.store.delete([at.key])
     raise _unsupported(root, "both accepted")
+
+
+def probes(root: Spot) -> list[str]:
+    """Names in the folder of the journal that ``probe`` has left where it was cut."""
+    return [name for name in (root / _PROBES).names() if name.startswith(_PROBE)]
 
 
 def _unsupported(root: Spot, found: str) -> UnsupportedRoot:

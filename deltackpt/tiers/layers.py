@@ -15,6 +15,8 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.storage.store import FileStore, Missing, Spot, Stamp, Store
 
 _T = TypeVar("_T")
+#: Units, each with the save that it is of: a compacted base has the id of its step, and stays.
+Hidden = frozenset[tuple[Unit, SaveId]]
 
 
 class Seen(Journaled):
@@ -24,12 +26,12 @@ class Seen(Journaled):
     it, so what it has seen is what there is, but for the newest promotions and bases.
     """
 
-    def __init__(self, journal: JournalView, hidden: Callable[[], frozenset[SaveId]]):
+    def __init__(self, journal: JournalView, hidden: Callable[[], Hidden]):
         """Reads by a journal.
 
         Args:
           journal: of the root.
-          hidden: saves that were rolled back or retired here, and are still at the root.
+          hidden: what was rolled back or retired here, and is still at the root.
         """
         super().__init__(journal)
         self._hidden = hidden
@@ -40,7 +42,7 @@ class Seen(Journaled):
         return {
             unit: one.prefix
             for unit, one in self.journal.known.standings.items()
-            if one.save_id not in hidden
+            if (unit, one.save_id) not in hidden
         }
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import uuid
 from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import OptionError
+from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import MOST_CLAIMS, Claim, State
 from deltackpt.ledger.journal import Journal
@@ -85,15 +87,15 @@ def open_root(
         find_item(BucketSteps(journal, item), item)
     else:
         refuse_foreign(root)
-    buckets.probe(root)
     old = check_stage(stage, place.url, tiers.endpoint)
+    buckets.probe(root)
     local = Root.open(stage.steps, item=item)
     try:
         claim = journal.claim()
         files.remove_tree(stage.fetched)
         old = _brought_up(stage, local, old, journal.known)
         if not tiers.shared:
-            _set_aside_other_parts(stage, local, item, journal.known, count)
+            old = _without_other_parts(stage, local, item, journal.known, count, old)
         orders = _orders(old, place.url, item, claim, options, process, count)
         stage.order(orders)
         limit = options.timeouts.save_secs
@@ -145,7 +147,7 @@ def _apart(
     try:
         files.remove_tree(stage.fetched)
         _drop_what_was_at_the_root(stage, local, journal.known)
-        _set_aside_other_parts(stage, local, item, journal.known, processes)
+        old = _without_other_parts(stage, local, item, journal.known, processes, old)
         orders = _orders(old, url, item, claim, options, process, processes)
         stage.order(orders)
         limit = options.timeouts.save_secs
@@ -185,24 +187,29 @@ def _orders(
     )
 
 
-def _set_aside_other_parts(
-    stage: Stage, local: Root, item: str, state: State, processes: int
-) -> None:
-    """Moves what jobs of another number of processes have left aside: nobody completes it."""
+def _without_other_parts(
+    stage: Stage, local: Root, item: str, state: State, processes: int, old: Orders | None
+) -> Orders | None:
+    """Moves what jobs of another number of processes have left aside: nobody completes it.
+
+    Returns:
+      What still holds of some orders.
+    """
     aside = stage.aside(f"parts-{uuid.uuid4().hex[:8]}")
-    moved: list[int] = []
+    moved: dict[int, SaveId] = {}
     for step, info in sorted(local.saves().items(), reverse=True):
         if info is None or state.held(info.save_id):
             continue
         if saves.read_save(local.at(step), item).head.process_count != processes:
             local.set_aside(step, aside / str(step))
-            moved.append(step)
+            moved[step] = info.save_id
     if moved:
         events.warn(
             f"{stage.path}: expected parts of saves of {processes} processes, found steps "
             f"{sorted(moved)} of a job of another number, which did not come to the root; they "
             f"were moved to {aside}"
         )
+    return None if old is None else old.without(moved.values())
 
 
 def _stage_of(where: str | os.PathLike[str], tiers: Tiers, process: int) -> Stage:
@@ -227,20 +234,21 @@ def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> 
     """Makes a stage fit what has become of the root since; the old orders that still hold."""
     if old is None:
         return None
-    went_on = _went_on_elsewhere(old, state)
     _drop_what_was_at_the_root(stage, local, state)
-    if not went_on:
+    if _is_of_another_root(old, state):
+        expected = "the root that this stage was used for last, found another one under its name"
+        _move_aside(stage, local, old, state, expected)
+    elif _went_on_elsewhere(old, state):
+        expected = "that nobody trained on since this stage was used last, found that others did"
+        _move_aside(stage, local, old, state, expected)
+    else:
         done = stage.progress(old.holder)
-        return Orders(
-            number=old.number,
-            stage=old.stage,
-            url=old.url,
-            endpoint=old.endpoint,
-            item=old.item,
+        return dataclasses.replace(
+            old,
             rolled_back=tuple(one for one in old.rolled_back if one.number > done.orders),
             retired=tuple(one for one in old.retired if one.number > done.retired),
         )
-    return _moved_aside(stage, local, old, state)
+    return dataclasses.replace(old, rolled_back=(), retired=())
 
 
 def _drop_what_was_at_the_root(stage: Stage, local: Root, state: State) -> None:
@@ -257,23 +265,30 @@ def _drop_what_was_at_the_root(stage: Stage, local: Root, state: State) -> None:
             local.remove_steps([step])  # It was at the root, and is retired.
 
 
-def _moved_aside(stage: Stage, local: Root, old: Orders, state: State) -> Orders:
-    """Moves saves aside that training went on without; what stays of the orders."""
+def _is_of_another_root(old: Orders, state: State) -> bool:
+    """Whether a root is not the one that a stage was used for: it knows nothing of its claim.
+
+    What stood under the URL was removed since, and begun anew; or the URL is of another server now.
+    """
+    holders = {one.lease.epoch: one.lease.holder for one in state.entry.claims}
+    if not old.holder or old.epoch < min(holders):
+        return False  # Never used; or so many came since that the root does not remember.
+    return holders.get(old.epoch) != old.holder
+
+
+def _move_aside(stage: Stage, local: Root, old: Orders, state: State, expected: str) -> None:
+    """Moves saves aside that training went on without, with a warning of what was expected."""
     stale: list[int] = []
     aside = stage.aside(f"epoch-{old.epoch}-{uuid.uuid4().hex[:8]}")
     for step, info in sorted(local.saves().items(), reverse=True):
-        if info is not None and not state.held(info.save_id):
+        if info is None or not state.held(info.save_id):
             local.set_aside(step, aside / str(step))
             stale.append(step)
     if stale:
         events.warn(
-            f"{stage.path}: expected that nobody trained on since this stage was used last, found "
-            f"that another trainer did: steps {sorted(stale)}, which are not at {old.url}, were "
-            f"moved to {aside}"
+            f"{stage.path}: expected {expected}: steps {sorted(stale)}, which are not at "
+            f"{old.url}, were moved to {aside}"
         )
-    return Orders(
-        number=old.number, stage=old.stage, url=old.url, endpoint=old.endpoint, item=old.item
-    )
 
 
 def _went_on_elsewhere(old: Orders, state: State) -> bool:

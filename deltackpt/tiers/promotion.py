@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import random
@@ -25,6 +24,7 @@ from deltackpt.errors import (
     DeltackptError,
     FencedError,
     RestoreError,
+    StepGone,
     StorageError,
     TargetDiffers,
 )
@@ -36,7 +36,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import Pace, Uploaded, describe, send, upload
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import Spot, Unanswered, spot
 from deltackpt.tiers import meeting
 from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
@@ -68,6 +68,21 @@ class Trainer(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Upload:
+    """A save on its way to the root.
+
+    Attributes:
+      save_id: which.
+      prefix: where its files go.
+      done: those that are there.
+    """
+
+    save_id: SaveId
+    prefix: str
+    done: set[str] = dataclasses.field(default_factory=set)
+
+
 class Promoter:
     """Brings saves from one stage to its root, one at a time."""
 
@@ -88,6 +103,8 @@ class Promoter:
         #: When their parts were begun here; of ``time.perf_counter()``.
         self._began: dict[str, float] = {}
         self._patience = _OTHERS_SECS[0]
+        #: What was sent of a save that is not whole at the root yet.
+        self._upload: _Upload | None = None
         #: Whether something at the root may be in nobody's way any more.
         self._is_littered = True
 
@@ -119,7 +136,7 @@ class Promoter:
                 if not adopts:
                     return
             except FencedError as error:
-                self._tell(fenced=str(error), problem=str(error), code=error.code)
+                self._fail(error, fenced=str(error))
                 _logger.error("%s", error)
                 if trainer.is_gone and not adopts:
                     return
@@ -212,13 +229,13 @@ class Promoter:
             stamp = None if step is None else (at / name).stamp()
             if step is None or stamp is None:
                 continue
-            known = self._infos.get((step, stamp.identity))
+            known = self._infos.get((step, stamp))
             try:
                 known = known or saves.read_info(at / name, item)
             except RestoreError:
                 if not (at / name).is_dir():
                     continue  # It was removed meanwhile.
-            found[step, stamp.identity] = known
+            found[step, stamp] = known
         self._infos = found
         return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
 
@@ -256,7 +273,7 @@ class Promoter:
         if orders.apart and orders.process == 0:
             meeting.sweep(journal.root, orders.epoch)
         self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
-        self._is_littered = True
+        self._upload, self._is_littered = None, True
         return journal
 
     def _carry_out(self, orders: Orders, journal: Journal) -> None:
@@ -277,17 +294,24 @@ class Promoter:
         self._tell_state(journal, orders=orders.number)
 
     def _retire(self, orders: Orders, journal: Journal) -> None:
-        """What was ordered to be retired, as far as what replaces it is at the root."""
+        """What was ordered to be retired, as far as what replaces it is at the root.
+
+        What replaces the later ones replaces the earlier ones as well.
+        """
         waiting = [one for one in orders.retired if one.number > self._progress.retired]
-        ready = list(
-            itertools.takewhile(
-                lambda one: one.after is None or self._has_come(one.after, journal),
-                sorted(waiting, key=lambda one: one.number),
-            )
+        come = (
+            one.number for one in waiting if one.after is None or self._has_come(one.after, journal)
         )
-        if ready:
-            journal.retire({one.unit: one.save_id for one in ready})
-            self._tell_state(journal, retired=ready[-1].number)
+        newest = max(come, default=None)
+        if newest is None:
+            return
+        ready = {one.unit: one.save_id for one in waiting if one.number <= newest}
+        try:
+            journal.retire(ready)
+        except StorageError:
+            self._is_littered = True  # Its files may still be there, and nothing names them.
+            raise
+        self._tell_state(journal, retired=newest)
 
     def _has_come(self, save_id: SaveId, journal: Journal) -> bool:
         """Whether a save was brought to the root; or a later one, where it cannot be."""
@@ -301,29 +325,42 @@ class Promoter:
         source = spot(self._stage.steps) / str(step)
         made_secs = _made_secs(source)
         started = time.perf_counter()
-        prefix = None
+        if self._upload is None or self._upload.save_id != info.save_id:
+            self._give_up_upload(journal)
+            self._upload = _Upload(info.save_id, journal.prefix(Unit(step)))
+        under_way, is_sent = self._upload, False
         try:
             self._require_parent(info, journal)
             digests = inventory.every_digest(source, orders.item)
-            prefix = journal.prefix(Unit(step))
             put = upload(
                 source,
                 digests,
-                journal.root / prefix,
+                journal.root / under_way.prefix,
+                done=under_way.done,
                 pace=self._pace,
                 on_bytes=lambda count: self._check_orders(orders),
             )
-            _commit(step, info, journal, prefix, put)
+            if not self._stands(source, info, orders.item):
+                raise StepGone(f"step {step}: expected save id {info.save_id}, found it replaced")
+            is_sent = True
+            _commit(step, info, journal, under_way.prefix, put)
         except BaseException as error:
-            if prefix is not None:
-                journal.give_up(prefix)
-                self._is_littered = True
+            # What is there need not be sent again, however often the network breaks.
+            if is_sent or not isinstance(error, StorageError):
+                self._give_up_upload(journal)
             if not isinstance(error, (RestoreError, TargetDiffers)):
                 raise
             # Else training went on without it.
             self._cannot_come(step, info, orders, str(error))
             return
+        self._upload = None
         self._tell_promoted(step, info, journal, put, made_secs, time.perf_counter() - started)
+
+    def _give_up_upload(self, journal: Journal) -> None:
+        """What was sent of a save that is not committed is swept."""
+        if self._upload is not None:
+            journal.give_up(self._upload.prefix)
+            self._upload, self._is_littered = None, True
 
     def _tell_promoted(
         self,
@@ -493,11 +530,21 @@ class Promoter:
                 raise _Superseded(f"{self._stage.path}: another trainer has come")
 
     def _sweep(self) -> None:
-        """Deletes at the root what cut uploads left, once for each time that there may be such."""
-        is_first = self._orders is not None and self._orders.process == 0
-        if self._is_littered and is_first and self._journal is not None:
-            count = self._journal.sweep()
+        """Deletes at the root what cut uploads left, once for each time that there may be such.
+
+        What cannot be deleted is in nobody's way; whoever takes the root next tries again.
+        """
+        if self._journal is None or self._orders is None or self._orders.process > 0:
+            return
+        self._give_up_upload(self._journal)  # It is waited for no more.
+        if self._is_littered:
             self._is_littered = False
+            try:
+                count = self._journal.sweep()
+            except StorageError as error:
+                self._is_littered = isinstance(error, Unanswered)
+                self._fail(error)
+                return
             if count:
                 _logger.info("%d objects that no entry names were deleted", count)
 
@@ -515,15 +562,20 @@ class Promoter:
     def _tell(self, **changes: Any) -> None:
         progress = dataclasses.replace(self._progress, **changes)
         if progress != self._progress:
-            self._progress = progress
             self._stage.report(progress)
+            self._progress = progress
 
-    def _fail(self, error: DeltackptError) -> None:
+    def _fail(self, error: DeltackptError, **changes: Any) -> None:
         """Tells what stands in the way; the first of the same kind says since when."""
         if self._progress.problem is None:
             _logger.warning("%s", error)
         since = self._progress.problem_unix_secs or time.time()
-        self._tell(problem=str(error), code=error.code, problem_unix_secs=since)
+        told = {"problem": str(error), "code": error.code, "problem_unix_secs": since}
+        try:
+            self._tell(**told, **changes)
+        except StorageError as refused:
+            # The stage may be full, and work goes on all the same.
+            _logger.warning("%s", refused)
 
 
 def _commit(step: int, info: SaveInfo, journal: Journal, prefix: str, put: Uploaded) -> None:
@@ -535,4 +587,7 @@ def _commit(step: int, info: SaveInfo, journal: Journal, prefix: str, put: Uploa
 
 def _made_secs(source: Spot) -> float:
     """When a save in the stage was made, in seconds since 1970."""
-    return os.stat(source).st_mtime if source.is_dir() else time.time()
+    try:
+        return os.stat(source).st_mtime
+    except OSError:  # It was removed meanwhile.
+        return time.time()

@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from deltackpt.errors import StorageError
 from deltackpt.storage import files
@@ -15,6 +16,13 @@ from deltackpt.tiers.stage import Stage
 #: Between two starts of a promoter that ends by itself.
 _START_SECS = 2.0
 _LOG_BYTES = 2000
+#: Nothing of the trainer's working directory is imported, whatever it is named; the package is,
+#: even where it is not installed.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[2]); from deltackpt.tiers import promoter; "
+    "raise SystemExit(promoter.main(sys.argv[3:]))"
+)
+_PACKAGES = Path(__file__).parent.parent.parent
 #: Those that end what is left, of managers that were closed: nobody waits for them.
 _left: list[subprocess.Popen[bytes]] = []
 
@@ -27,6 +35,8 @@ class Running:
         self._stage = stage
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        #: What is said of one that ended by itself; the newest.
+        self.ended: str | None = None
 
     def start(self) -> str | None:
         """Starts one unless it runs.
@@ -43,15 +53,16 @@ class Running:
         if self._process is not None:
             if time.monotonic() - self._started_at < _START_SECS:
                 return None
-            warning = (
+            warning = self.ended = (
                 f"the promoter of {self._stage.path} ended with {self._process.returncode}, and is "
                 f"started again; it said: {self._said()}"
             )
         self.close()
+        arguments = ["deltackpt.tiers.promoter", str(_PACKAGES), str(self._stage.path)]
         with files.typed_errors(self._stage.log, "start a promoter that writes"):
             with open(self._stage.log, "ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "deltackpt.tiers.promoter", str(self._stage.path)],
+                    [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

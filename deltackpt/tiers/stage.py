@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from deltackpt.errors import Damaged, OptionError, RestoreError
@@ -124,6 +125,11 @@ class Orders:
     def apart(self) -> bool:
         """Whether the stage holds a part of each save."""
         return self.processes > 1
+
+    def without(self, lost: Collection[SaveId]) -> Orders:
+        """As if what waits to be retired until one of some saves comes, which are lost, stayed."""
+        kept = tuple(one for one in self.retired if one.after not in lost)
+        return dataclasses.replace(self, retired=kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,9 +297,19 @@ class Stage:
 
 
 def default_stage(url: str, endpoint: str | None) -> Path:
-    """The stage of a root where none is named: the same one in each process of a user."""
+    """The stage of a root where none is named: the same one in each process of a user.
+
+    Raises:
+      OptionError: the user has no home directory.
+    """
     named = os.path.expandvars("$XDG_CACHE_HOME")
-    cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    try:
+        cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OptionError(
+            f"Tiers.stage: expected a home directory to make the stage of {url} in, found none; "
+            "give a directory of this node"
+        ) from error
     known = hashlib.sha256(f"{url}\n{endpoint or ''}".encode()).hexdigest()[:16]
     return cache / "deltackpt" / "stages" / known
 

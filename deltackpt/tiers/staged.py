@@ -7,13 +7,14 @@ the trainer writes orders into the stage, and learns from the promoter's progres
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, ParentRef, SaveId
 from deltackpt.ledger.committed import Catalog, Committed
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import Standing
+from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.kept import Kept
@@ -43,7 +44,7 @@ from deltackpt.options import Tiers
 from deltackpt.reading import inventory
 from deltackpt.storage import files
 from deltackpt.storage.store import FileStore, Missing, Spot
-from deltackpt.tiers.layers import Layers, Seen
+from deltackpt.tiers.layers import Hidden, Layers, Seen
 from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import Orders, Progress, Retired, RollBack, Stage, key_of, step_of
 
@@ -82,6 +83,7 @@ class StagedRoot(Held):
         self._journal = journal
         self._orders = orders
         self._tiers = tiers
+        #: What is at the root until the orders are carried out, and no more here.
         self._hidden = _gone(orders)
         #: How many processes write into the stage.
         self._processes = 1 if orders.apart else processes
@@ -91,6 +93,10 @@ class StagedRoot(Held):
         )
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage)
+        #: Held while a step leaves the stage, and while one is taken to be read there.
+        self._leaving = threading.Lock()
+        #: How many read the files of a step, which does not leave the stage meanwhile.
+        self._readers: collections.Counter[int] = collections.Counter()
         #: Orders are written, and the promoter started, by one thread at a time.
         self._ordering = threading.RLock()
         #: Bytes of saves in the stage, by ``key_of``.
@@ -128,10 +134,9 @@ class StagedRoot(Held):
                 f"of the job, found that some have none; what is here was moved to {aside}"
             )
             with self._ordering:
-                ids = {infos[step].save_id for step in lost}
-                kept = tuple(one for one in self._orders.retired if one.after not in ids)
-                self._orders = dataclasses.replace(self._orders, retired=kept)
+                self._orders = self._orders.without({infos[step].save_id for step in lost})
                 self._order()
+                self._hidden = _gone(self._orders)
         if self._behind():
             self._start()
 
@@ -177,7 +182,8 @@ class StagedRoot(Held):
 
     def stands(self, save_id: SaveId) -> bool:
         """See ``Held``."""
-        return save_id not in self._hidden and self._journal.known.stands(save_id)
+        shown = self._journal.known.uploads - self._hidden
+        return any(found == save_id for _, found in shown)
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:
         """See ``Held``."""
@@ -220,6 +226,18 @@ class StagedRoot(Held):
                 found = True
         return found
 
+    @contextlib.contextmanager
+    def local(self, step: int, name: str) -> Iterator[Path]:
+        """See ``Steps``; what is read in the stage stays there meanwhile."""
+        with self._leaving:
+            self._readers[step] += 1
+        try:
+            with super().local(step, name) as folder:
+                yield folder
+        finally:
+            with self._leaving:
+                self._readers[step] -= 1
+
     def _held_at(self, step: int) -> Spot:
         return self._layers.at(str(step))
 
@@ -231,15 +249,18 @@ class StagedRoot(Held):
     def _at_root(self) -> dict[int, Standing]:
         """Steps at the root, as far as is known."""
         steps = self._journal.known.steps
-        return {step: one for step, one in steps.items() if one.save_id not in self._hidden}
+        return {step: one for step, one in steps.items() if self._is_shown(one)}
 
     def _bases_at_root(self) -> list[Standing]:
         """Compacted bases at the root, as far as is known."""
         return [
             one
             for one in self._journal.known.bases.values()
-            if one.item == self.item and one.save_id not in self._hidden
+            if one.item == self.item and self._is_shown(one)
         ]
+
+    def _is_shown(self, one: Standing) -> bool:
+        return (one.unit, one.save_id) not in self._hidden
 
     # ---- who may write
 
@@ -269,14 +290,15 @@ class StagedRoot(Held):
                 if number > step and info is not None
             }
             bases = (one.save_id for one in self._bases_at_root() if one.step > step)
-            ids = {*later.values(), *bases}
+            one = RollBack(
+                number=0, after=step, run=run, saves=tuple(sorted({*later.values(), *bases}))
+            )
             # Those in the stage first: what stands there is promoted, whatever was ordered before.
             moved = self._local.roll_back(step, run)
             if not later:
                 return moved
-            one = RollBack(number=0, after=step, run=run, saves=tuple(sorted(ids)))
-            self._order(rolled_back=[one])
-            self._hide(ids)
+            self._order(rolled_back=[one], gone=one.saves)
+            self._hide(_given_up(one, self.item))
         if at_root := sorted(later.keys() - {*moved}):
             events.warn(
                 f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
@@ -290,22 +312,23 @@ class StagedRoot(Held):
             ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
             if not self.apart:  # Else the others' parts would wait for this one for ever.
                 self._local.remove_steps(steps)
-            self._retire(
+            every = [
                 Retired(number=0, step=step, item=None, save_id=save_id)
                 for step, save_id in ids.items()
-            )
+            ]
+            self._retire(every, gone=() if self.apart else ids.values())
 
-    def _retire(self, retired: Iterable[Retired]) -> None:
+    def _retire(self, retired: Iterable[Retired], gone: Collection[SaveId] = ()) -> None:
         with self._ordering:
             every = [*retired]
             if every:
-                self._order(retired=every)
-                self._hide({one.save_id for one in every if one.item is None})
+                self._order(retired=every, gone=gone)
+                self._hide({(one.unit, one.save_id) for one in every})
 
-    def _hide(self, ids: Collection[SaveId]) -> None:
-        """Shows saves no more, which are at the root until the orders are carried out."""
-        standing = {one.save_id for one in self._journal.known.standings.values()}
-        self._hidden = (self._hidden & (standing | _gone(self._orders))) | frozenset(ids)
+    def _hide(self, units: Collection[tuple[Unit, SaveId]]) -> None:
+        """Shows units no more, which are at the root until the orders are carried out."""
+        needed = self._journal.known.uploads | _gone(self._orders)
+        self._hidden = (self._hidden & needed) | frozenset(units)
 
     def note_kept(self, kept: Kept | None) -> None:
         """See ``Held``."""
@@ -319,13 +342,18 @@ class StagedRoot(Held):
             self._tended = self._tender.submit(self._tend, protected)
 
     def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
-        self._look()
-        self._evict()
+        self._tidy()
         self._drop_bases(protected)
         # The stage is no archive: what was at the root is named by its journal.
         rolled_back = [*(self._local.path / names.ROLLED_BACK).glob("*")]
         for folder in sorted(rolled_back, key=lambda one: one.stat().st_mtime)[:-1]:
             files.remove_tree(folder)
+
+    def _tidy(self) -> None:
+        """Removes from the stage what need not be there, as far as is known by now."""
+        self._look()
+        with self._leaving:
+            self._evict()
 
     def _look(self) -> None:
         """Learns from the promoter what is at the root by now; the root itself is not asked."""
@@ -357,7 +385,10 @@ class StagedRoot(Held):
         surplus = [
             step
             for step, info in infos.items()
-            if step not in kept and step in at_root and at_root[step].save_id == info.save_id
+            if step not in kept
+            and not self._readers[step]
+            and step in at_root
+            and at_root[step].save_id == info.save_id
         ]
         for step in surplus:
             with contextlib.suppress(DeltackptError):
@@ -372,6 +403,7 @@ class StagedRoot(Held):
             for step, info in self._local.saves().items()
             if info is not None
             and step != newest
+            and not self._readers[step]
             and (
                 self._is_held(info.save_id, progress)
                 or key_of(step, info.save_id) in progress.damaged
@@ -434,7 +466,7 @@ class StagedRoot(Held):
             self._require_claim()
             self._start()
             if time.monotonic() >= deadline:
-                problem = self._progress().problem
+                problem = self._progress().problem or self._running.ended
                 raise WaitTimeout(
                     f"{self}: expected every save at the root within {timeout_secs} s "
                     f"(ManagerOptions.timeouts), found {len(behind)} saves of "
@@ -450,7 +482,8 @@ class StagedRoot(Held):
                 f"a save that was made in the stage cannot come to {self}: {damaged[key]}; the "
                 "next save is a base"
             )
-        self._look()
+        with contextlib.suppress(StorageError):  # Tried again after the next save.
+            self._tidy()
 
     def news(self) -> list[Event]:
         """See ``Held``."""
@@ -499,6 +532,8 @@ class StagedRoot(Held):
         self._tender.shutdown()
         try:
             self._tended.result()
+            with contextlib.suppress(StorageError):
+                self._tidy()
             self._local.close()
         finally:
             self._running.close()
@@ -551,9 +586,17 @@ class StagedRoot(Held):
         *,
         rolled_back: Iterable[RollBack] = (),
         retired: Iterable[Retired] = (),
+        gone: Collection[SaveId] = (),
         **changes: Any,
     ) -> None:
-        """Writes new orders; what is done of the old ones is left out."""
+        """Writes new orders; what is done of the old ones is left out.
+
+        Args:
+          rolled_back: what training went back behind.
+          retired: what nothing needs any more, once the newest save of the stage is at the root.
+          gone: saves that were removed on purpose: what waits for one waits for the newest instead.
+          **changes: of further fields.
+        """
         old, progress = self._orders, self._progress()
         number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
@@ -564,7 +607,11 @@ class StagedRoot(Held):
                 *(dataclasses.replace(one, number=number) for one in rolled_back),
             ),
             retired=(
-                *(one for one in old.retired if one.number > progress.retired),
+                *(
+                    dataclasses.replace(one, after=newest) if one.after in gone else one
+                    for one in old.retired
+                    if one.number > progress.retired
+                ),
                 *(dataclasses.replace(one, number=number, after=newest) for one in retired),
             ),
             **changes,
@@ -573,10 +620,17 @@ class StagedRoot(Held):
         self._running.wake()
 
 
-def _gone(orders: Orders) -> frozenset[SaveId]:
-    """Saves that are not to be at the root; a base that is retired has the id of its step."""
-    back = {save_id for one in orders.rolled_back for save_id in one.saves}
-    return frozenset(back | {one.save_id for one in orders.retired if one.item is None})
+def _gone(orders: Orders) -> Hidden:
+    """What is not to be at the root."""
+    back = (_given_up(one, orders.item) for one in orders.rolled_back)
+    return frozenset({(one.unit, one.save_id) for one in orders.retired}.union(*back))
+
+
+def _given_up(one: RollBack, item: str) -> Hidden:
+    """What training went back behind: steps, and the bases that stand for them."""
+    return frozenset(
+        (Unit(save_id.step, of), save_id) for save_id in one.saves for of in (None, item)
+    )
 
 
 def _chain_steps(step: int, infos: Mapping[int, SaveInfo]) -> set[int]:

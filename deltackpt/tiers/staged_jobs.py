@@ -42,6 +42,9 @@ class StagedBeside(StagedRoot):
     def begin(self, goes_on: SaveId | None) -> None:
         """See ``Held``: the first process does that."""
 
+    def _tidy(self) -> None:
+        self._look()
+
     def found_damaged(self, step: int) -> bool:
         """See ``Steps``: all processes would have to read again."""
         return False
@@ -68,6 +71,9 @@ class StagedApart(StagedBeside):
 
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         pass
+
+    def _tidy(self) -> None:
+        StagedRoot._tidy(self)
 
     def _start(self) -> None:
         StagedRoot._start(self)

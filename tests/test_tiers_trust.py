@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adversary found in stages and promoters: each once went wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_tiers import ROWS, Node, eventually, node, s3, same
+
+from deltackpt import inspect, touched
+from deltackpt.errors import ForeignDirectory, OptionError, OutOfSpace
+from deltackpt.ledger.journal import Journal
+from deltackpt.options import DeltaOptions
+from deltackpt.storage import buckets, files
+from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.store import Refused, Spot, Unanswered
+from deltackpt.tiers import promoter, promotion
+from deltackpt.tiers.promotion import Promoter
+from deltackpt.tiers.stage import default_stage
+from deltackpt.upkeep.compact import compact
+
+__all__ = ["node", "s3"]
+
+#: Of what must end by itself.
+_LIMIT_SECS = 60
+
+
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """No promoter is started: a test is one."""
+    monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+
+
+def place(one: Node) -> Spot:
+    return buckets.place(one.url, endpoint=one.endpoint).open()
+
+
+def promote(one: Node) -> None:
+    """A promoter of no trainer ends what is left; where it does not end, the test fails."""
+    work = Promoter(one.stage)
+    found: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work.run(promoter.NoTrainer(until_empty=True))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_LIMIT_SECS)
+    assert not thread.is_alive(), "the promoter does not end"
+    assert not found, found
+
+
+def test_a_step_that_was_compacted_and_retired_is_still_the_parent_of_the_later_ones(node):
+    one = node()
+    with one.manager(retention=2, deltas=DeltaOptions(bases="compacted")) as manager:
+        for step in range(4):
+            one.save(manager, step)
+            manager.wait()
+        compact(one.url, step=3, endpoint=one.endpoint)
+        for step in range(4, 9):
+            one.save(manager, step)
+            manager.wait()
+        eventually(lambda: 3 not in one.root(), "the compacted step is retired")
+        held = one.held()
+        found = one.restore(manager)
+        assert (found.step, found.chain, found.skipped) == (8, (3, 4, 5, 6, 7, 8), ())
+        assert same(one.held(), held)
+
+
+def test_a_base_that_no_chain_needs_is_retired_by_the_trainer_that_saw_it_come(node):
+    one = node()
+    with one.manager(retention=1, deltas=DeltaOptions(bases="compacted")) as manager:
+        for step in range(3):
+            one.save(manager, step)
+            manager.wait()
+        compact(one.url, step=2, endpoint=one.endpoint)
+        for step in range(3, 5):
+            one.save(manager, step)
+            manager.wait()
+        for step in range(5, 8):
+            one.save(manager, step, force_base=True)
+            manager.wait()
+        eventually(lambda: not Journal(place(one)).state().bases, "the base is retired")
+        assert one.restore(manager).step == 7
+
+
+def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
+    one = node()
+    with one.manager(retention=2, wait_for="stage") as manager:
+        for step in (1, 2, 3):
+            one.save(manager, step, force_base=True)
+            manager.wait()
+        eventually(lambda: one.root() == [2, 3], "the first ones come")
+        process = manager._root._running._process
+        os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
+        try:
+            one.save(manager, 4, force_base=True)
+            manager.wait()
+            with pytest.warns(UserWarning, match="going on from step 3"):
+                one.restore(manager, 3)
+                one.save(manager, 5, force_base=True)
+            manager.wait()
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        for step in range(6, 9):
+            one.save(manager, step, force_base=True)
+            manager.wait()
+        eventually(lambda: one.root() == [7, 8] == manager.all_steps(), "retention goes on")
+        eventually(lambda: len(one.stage.orders().retired) < 4, "orders do not pile up")
+
+
+def test_retention_goes_on_after_restarts_in_an_outage(node, monkeypatch):
+    one = node()
+    with one.manager(retention=1) as manager:
+        for step in (1, 2):
+            one.save(manager, step, force_base=True)
+            manager.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+        for step in (3, 4):
+            with one.manager(retention=1, wait_for="stage") as manager:
+                one.restore(manager)
+                one.save(manager, step, force_base=True)
+    with one.manager(retention=1) as manager:
+        one.restore(manager)
+        for step in (5, 6):
+            one.save(manager, step, force_base=True)
+            manager.wait()
+        eventually(lambda: one.root() == [6] == manager.all_steps(), "retention goes on")
+
+
+def test_a_stage_of_another_root_under_the_same_url_is_moved_aside(node):
+    one, other = node(), node()
+    with one.manager() as manager:
+        for step in (100, 101):
+            one.save(manager, step)
+    # Somebody empties the bucket, to begin anew there.
+    at = place(one)
+    at.store.delete(at.store.keys(""))
+    with pytest.warns(UserWarning, match=r"another one under its name: steps \[100, 101\]"):
+        with one.manager() as manager:
+            assert manager.latest_step() is None
+    assert len([*one.stage.path.glob("aside/*/*")]) == 2
+    one.begin(1)
+    with one.manager() as manager:
+        one.save(manager, 100)
+    at.store.delete(at.store.keys(""))
+    other.begin(7)
+    with other.manager() as manager:
+        for step in (1, 2):
+            other.save(manager, step)
+    with pytest.warns(UserWarning, match=r"another one under its name: steps \[100\]"):
+        with one.manager() as manager:
+            assert one.restore(manager).step == 2
+            assert same(one.held(), other.held())
+    assert one.root() == [1, 2]
+
+
+def test_a_promoter_that_may_not_delete_ends_and_says_so(node, alone, monkeypatch):
+    one = node()
+    at = place(one)
+    manager = one.manager(wait_for="stage")
+    manager.close()
+    at.store.put("saves/2.1.0123456789ab/x", b"of an upload that was cut")
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 1)
+    listed: list[str] = []
+    keys = KvStore.keys
+
+    def refuse(self, wanted) -> None:
+        if [*wanted]:
+            raise Refused("expected to delete, found: PERMISSION_DENIED")
+
+    def count(self, folder: str, *, after: str = "") -> list[str]:
+        listed.append(folder)
+        return keys(self, folder, after=after)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KvStore, "delete", refuse)
+        patched.setattr(KvStore, "keys", count)
+        promote(one)
+    assert one.root() == [1]
+    assert sum(folder.endswith("saves") for folder in listed) == 1
+    status = promoter.status_of(one.stage)
+    assert status is not None and status.waiting == 0 and "PERMISSION_DENIED" in str(status.problem)
+
+
+def test_a_promoter_outlives_a_full_stage(node, alone, monkeypatch):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 1)
+        one.save(manager, 2)
+    real, refused = files.write_atomic, 0
+
+    def full(path, *given, **more) -> None:
+        nonlocal refused
+        if refused < 5 and str(path).startswith(str(one.stage.path)):
+            refused += 1
+            raise OutOfSpace(f"{path}: expected room to write, found the file system full")
+        real(path, *given, **more)
+
+    monkeypatch.setattr(files, "write_atomic", full)
+    promote(one)
+    assert refused == 5 and one.root() == [1, 2]
+
+
+def test_an_upload_that_breaks_again_and_again_sends_each_file_once(node, alone, monkeypatch):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 1)
+    put, sent, broken = KvStore.put, list[str](), 0
+
+    def breaking(self, key: str, data, *, absent: bool = False) -> None:
+        nonlocal broken
+        if key.endswith("commit.msgpack") and broken < 3:
+            broken += 1
+            raise Unanswered("the network broke")
+        sent.append(key)
+        put(self, key, data, absent=absent)
+
+    monkeypatch.setattr(KvStore, "put", breaking)
+    monkeypatch.setattr(promotion, "_BACK_OFF_SECS", (0.01, 0.02))
+    promote(one)
+    assert broken == 3 and one.root() == [1]
+    files_sent = [key for key in sent if key.startswith("saves/")]
+    assert len(files_sent) == len({*files_sent})
+    assert len({key.split("/")[1] for key in place(one).keys() if key.startswith("saves/")}) == 1
+
+
+def test_what_is_sent_of_a_save_that_was_gone_back_behind_is_swept(node, alone, monkeypatch):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 1, force_base=True)
+        one.save(manager, 2, force_base=True)
+        manager.wait()
+        work = Promoter(one.stage)
+        put = KvStore.put
+
+        def breaking(self, key: str, data, *, absent: bool = False) -> None:
+            if key.endswith("commit.msgpack") and "/2." in key:
+                raise Unanswered("the network broke")
+            put(self, key, data, absent=absent)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(KvStore, "put", breaking)
+            assert work.step()
+            with pytest.raises(Unanswered):
+                work.step()
+        assert any(key.startswith("saves/2.") for key in place(one).keys())
+        with pytest.warns(UserWarning, match="going on from step 1"):
+            one.restore(manager, 1)
+            one.save(manager, 3, force_base=True)
+        manager.wait()
+    promote(one)
+    work.run(promoter.NoTrainer(until_empty=True))
+    assert one.root() == [1, 3]
+    assert not any(key.startswith("saves/2.") for key in place(one).keys())
+
+
+def test_a_reader_does_not_restore_a_step_that_was_replaced_since_it_looked(node):
+    one, reading = node(), node()
+    with one.manager() as manager:
+        for step in (1, 2, 3):
+            one.save(manager, step)
+        manager.wait()
+        with reading.manager(access="read") as reader:
+            reading.restore(reader, 3)
+            looking = inspect.open(one.url, endpoint=one.endpoint)
+            assert np.array_equal(looking.at(3)["words"][[0, 9]], reading.held()["words"][[0, 9]])
+            one.restore(manager, 2)
+            words = one.state["tables"]["words"] + 100
+            one.state = {"tables": {"words": words}, "bias": one.state["bias"]}
+            one.touched = touched.mark(one.touched, {"words": jnp.arange(ROWS)})
+            with pytest.warns(UserWarning, match="going on from step 2"):
+                one.save(manager, 3)
+            manager.wait()
+            reading.restore(reader, 3)
+            assert same(reading.held(), one.held())
+            assert np.array_equal(looking.at(3)["words"][[0, 9]], one.held()["words"][[0, 9]])
+
+
+def test_a_step_that_is_read_does_not_leave_the_stage(node):
+    one = node()
+    with one.manager(keep_local=1) as manager:
+        one.save(manager, 1, force_base=True)
+        manager.wait()
+        with manager._root.local(1, "dense") as folder:
+            for step in (2, 3):
+                one.save(manager, step, force_base=True)
+                manager.wait()
+            assert folder.is_relative_to(one.stage.steps) and [*folder.iterdir()]
+            assert 1 in one.local() and 2 not in one.local()
+    # What came to the root after the last save leaves it as well.
+    assert one.local() == [3]
+
+
+def test_a_first_start_that_was_cut_in_its_probe_is_followed_by_another(node, monkeypatch):
+    one = node()
+
+    class Killed(BaseException):
+        pass
+
+    def kill(self, wanted) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KvStore, "delete", kill)
+        with pytest.raises(Killed):
+            one.manager()
+    assert [key.startswith("journal/probe.") for key in place(one).keys()] == [True]
+    with one.manager() as manager:
+        one.save(manager, 1)
+    assert one.root() == [1]
+    other = Node(one.url + "/beside", one.endpoint, one.stage.path.with_name("beside"))
+    place(other).store.put("journal/notes", b"")
+    with pytest.raises(ForeignDirectory):
+        other.manager()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("told", ["http://who:hush@localhost:1", "http://localhost:1/?sig=hush"])
+def test_credentials_in_an_endpoint_are_refused_and_not_repeated(scheme, told):
+    with pytest.raises(OptionError, match="credentials or a query") as caught:
+        buckets.place(f"{scheme}://bucket/run", endpoint=told)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_promoter_imports_nothing_of_where_its_trainer_works(node, tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise ImportError('of the trainer')")
+    monkeypatch.chdir(tmp_path)
+    one = node()
+    with one.manager() as manager:
+        one.save(manager, 1)
+        manager.wait()
+    assert one.root() == [1]
+
+
+def test_without_a_home_directory_a_stage_must_be_named(monkeypatch):
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    with pytest.raises(OptionError, match=r"Tiers.stage: expected a home directory"):
+        default_stage("s3://bucket/run", None)
