@@ -113,6 +113,7 @@ def test_a_server_that_says_nothing_is_given_up(server):
     at = opened(server, deadline_secs=secs)
     at.store.put("x", b"abc")
     os.kill(server.process.pid, signal.SIGSTOP)
+    os.waitpid(server.process.pid, os.WUNTRACED)  # Each of its threads has stopped.
     try:
         for ask in (
             lambda: at.store.get("x"),
