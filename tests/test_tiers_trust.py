@@ -101,6 +101,7 @@ def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
         eventually(lambda: one.root() == [2, 3], "the first ones come")
         process = manager._root._running._process
         os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
+        os.waitpid(process.pid, os.WUNTRACED)
         try:
             one.save(manager, 4, force_base=True)
             manager.wait()
