@@ -110,6 +110,8 @@ class ManagerMachine(RuleBasedStateMachine):
         #: TouchStates of which it has committed a save, or that it made; the step that it restored
         #: since its last save, and the TouchState that it made then.
         self.known: set[int] = set()
+        #: A save that failed, of which a restore has warned and nothing else told yet.
+        self.untold: int | None = None
         self.looked: tuple[int, int] | None = None
 
     def write_array(self, directory, *arguments, **named):
@@ -250,16 +252,19 @@ class ManagerMachine(RuleBasedStateMachine):
             )
         except SaveFailed as error:
             assert self.faults.fired, error
-            assert self.pending is not None and f"step {self.pending} failed" in str(error)
-            self.pending, saved = None, error.taken
+            failed = self.pending if self.untold is None else self.untold
+            assert failed is not None and f"step {failed} failed" in str(error)
+            self.pending, self.untold, saved = None, None, error.taken
         except (DeltackptError, OSError) as error:
-            # It failed before it was in flight.
+            # It failed before it was in flight, and tells what failed before it, too.
             assert self.faults.fired, error
             self.look_for_pending()
+            self.untold = None
             return
         if saved is None or saved.kind is None:
             self.given[self.step] = before
             return
+        assert self.untold is None, f"nobody was told that step {self.untold} failed"
         self.keep_pending()
         if behind is not None:
             self.given = {step: found for step, found in self.given.items() if step <= behind}
@@ -282,7 +287,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.wait()
         except SaveFailed as error:
             assert self.faults.fired, error
-            self.pending = None
+            self.pending = self.untold = None
+        assert self.untold is None, f"nobody was told that step {self.untold} failed"
         self.keep_pending()
         self.faults.fired = False
         self.check_listed()
@@ -297,10 +303,12 @@ class ManagerMachine(RuleBasedStateMachine):
             self.pending = None
 
     def look_for_pending(self):
-        """What was in flight is committed, or failed without a word that a caller would get."""
+        """What was in flight is committed, or failed; that is yet to be told."""
         if self.pending in self.manager.all_steps():
             self.keep_pending()
         assert self.pending is None or self.faults.fired
+        if self.pending is not None:
+            self.untold = self.pending
         self.pending = None
 
     # Looking.
