@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+from deltackpt.errors import OutOfSpace
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.tiers import packing, recall
-from deltackpt.tiers.extents import Extents, ExtentsFull
+from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import FilePack, Holder, PackName
 from deltackpt.tiers.stage import Orders, Stage
 
@@ -42,7 +43,7 @@ class Near:
         stage: Stage,
         local: Root,
         *,
-        extents: Extents | None = None,
+        extents: ExtentFile | None = None,
         neighbours: Holder | None = None,
         part: int = 0,
         parts: int = 1,
@@ -132,6 +133,7 @@ class Near:
 
         Raises:
           OptionError: the extents are too small for such saves.
+          Damaged: the save is not what was written.
           StorageError: they refuse it.
         """
         extents = self._extents
@@ -146,7 +148,7 @@ class Near:
             try:
                 extents.hold(pack)
                 return
-            except ExtentsFull:
+            except OutOfSpace:
                 if not self._make_room(extents, may_go):
                     wait()
 
@@ -168,7 +170,7 @@ class Near:
         for holder in self._holders:
             holder.close()
 
-    def _make_room(self, extents: Extents, may_go: Callable[[SaveId], bool]) -> bool:
+    def _make_room(self, extents: ExtentFile, may_go: Callable[[SaveId], bool]) -> bool:
         """Lets the oldest save go that may; says whether there was one."""
         for name, label in reversed(packing.newest_first(extents.labels())):
             if may_go(name.save_id):
