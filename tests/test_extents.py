@@ -412,13 +412,22 @@ def test_a_hold_that_failed_holds_nothing_and_can_be_done_again(tmp_path, monkey
     held.close()
 
 
-def test_what_was_held_by_an_error_s_own_account_alone_can_be_dropped(tmp_path, monkeypatch):
-    """Its headers are on disk: the error does not say so."""
+@pytest.mark.parametrize("again", [True, False])
+def test_what_a_failed_hold_left_on_disk_can_be_dropped(tmp_path, monkeypatch, again):
+    """All of it is there: the disk took it, answered with an error, and then took nothing more."""
     held, pack = opened(tmp_path), MemoryPack("run", 100)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", failing(errno.EIO))
+
+        def fail(_: int) -> None:
+            patched.setattr(os, "pwrite", failing(errno.EIO))
+            failing(errno.EIO)()
+
+        patched.setattr(os, "fdatasync", fail)
         with pytest.raises(StorageError):
             held.hold(pack)
+    holds(held)
+    if again:
+        held.hold(pack)
     held.drop([pack.label])
     held.close()
     held = opened(tmp_path)
