@@ -115,35 +115,52 @@ class Near:
 
     def hold(
         self,
-        info: SaveInfo,
+        infos: Iterable[SaveInfo],
         item: str,
         orders: Orders,
         *,
         may_go: Callable[[SaveId], bool],
         wait: Waiting,
     ) -> None:
-        """Takes a save that was just committed into the extents, where there are any.
+        """Takes the saves of the stage into the extents that are not there, where there are any.
+
+        Older ones first: one that was refused before is a parent of those after it.
 
         Args:
-          info: which save.
+          infos: the saves in the stage.
           item: name of our item.
-          orders: under which it was made.
-          may_go: whether a save need not be held any more.
+          orders: under which they stand.
+          may_go: whether a save need not be held, or not any more.
           wait: called where nothing that is held may go.
 
         Raises:
           OptionError: the extents are too small for such saves.
-          Damaged: the save is not what was written.
+          Damaged: a save is not what was written.
           StorageError: they refuse it.
         """
         extents = self._extents
         if extents is None:
             return
-        pack = pack_of(self._stage, info.save_id, item, orders)
-        if info.parent is None:
-            extents.require_room(pack.label.nbytes, self._delta_bytes)
-        else:
-            self._delta_bytes = pack.label.nbytes
+        named = (PackName.of(label.key) for label in extents.labels())
+        held = {name.save_id for name in named if name is not None}
+        *older, newest = sorted(infos, key=lambda one: one.save_id.step)
+        for info in (*(one for one in older if not may_go(one.save_id)), newest):
+            if info.save_id in held:
+                continue
+            pack = pack_of(self._stage, info.save_id, item, orders)
+            if info.parent is None:
+                extents.require_room(pack.label.nbytes, self._delta_bytes)
+            else:
+                self._delta_bytes = pack.label.nbytes
+            self._hold(extents, pack, may_go, wait)
+
+    def _hold(
+        self,
+        extents: ExtentFile,
+        pack: FilePack,
+        may_go: Callable[[SaveId], bool],
+        wait: Waiting,
+    ) -> None:
         while True:
             try:
                 extents.hold(pack)
