@@ -115,7 +115,7 @@ class Near:
 
     def hold(
         self,
-        infos: Iterable[SaveInfo],
+        infos: Iterable[SaveInfo | None],
         item: str,
         orders: Orders,
         *,
@@ -127,7 +127,7 @@ class Near:
         Older ones first: one that was refused before is a parent of those after it.
 
         Args:
-          infos: the saves in the stage.
+          infos: the saves in the stage; None of those whose manifests cannot be read.
           item: name of our item.
           orders: under which they stand.
           may_go: whether a save need not be held, or not any more.
@@ -143,7 +143,8 @@ class Near:
             return
         named = (PackName.of(label.key) for label in extents.labels())
         held = {name.save_id for name in named if name is not None}
-        *older, newest = sorted(infos, key=lambda one: one.save_id.step)
+        known = (info for info in infos if info is not None)
+        *older, newest = sorted(known, key=lambda one: one.save_id.step)
         for info in (*(one for one in older if not may_go(one.save_id)), newest):
             if info.save_id in held:
                 continue
@@ -217,5 +218,3 @@ def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePac
         parts=orders.processes if orders.apart else 1,
     )
     return FilePack(step_dir, contents)
-
-

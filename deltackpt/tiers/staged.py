@@ -14,7 +14,7 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
-    FencedError,
     RestoreError,
     SaveFailed,
     StorageError,
     WaitTimeout,
 )
-from deltackpt.events import Event, FailureEvent, PromotionEvent
+from deltackpt.events import Event
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, SaveId
@@ -45,18 +44,16 @@ from deltackpt.reading import inventory
 from deltackpt.storage import files
 from deltackpt.storage.store import FileStore, Missing, Spot
 from deltackpt.tiers import eviction
+from deltackpt.tiers.lag import Lag
 from deltackpt.tiers.layers import Hidden, Layers, Seen
 from deltackpt.tiers.near import Near
 from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import (
     Orders,
-    Progress,
-    Pushed,
     Retired,
     RollBack,
     Stage,
     key_of,
-    step_of,
 )
 
 #: Between two looks at the progress of a promoter.
@@ -107,25 +104,20 @@ class StagedRoot(Held):
         )
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage)
+        self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step leaves the stage, and while one is taken to be read there.
         self._leaving = threading.Lock()
         #: How many read the files of a step, which does not leave the stage meanwhile.
         self._readers: collections.Counter[int] = collections.Counter()
         #: Orders are written, and the promoter started, by one thread at a time.
         self._ordering = threading.RLock()
-        #: Bytes of saves in the stage, by ``key_of``.
-        self._sizes: dict[str, int] = {}
         self._metadata: dict[SaveId, bytes] = {}
         self._warnings: list[str] = []
-        self._told_promotions = 0
-        self._told_damaged: set[str] = set()
-        self._told_problem = False
-        self._failed: set[str] = set()
         self._given_up = threading.Event()
         self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._tended.set_result(None)
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
-        if self._behind() and not orders.apart:
+        if self._lag.behind() and not orders.apart:
             self._start()
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
@@ -151,7 +143,7 @@ class StagedRoot(Held):
                 self._orders = self._orders.without({infos[step].save_id for step in lost})
                 self._order()
                 self._hidden = _gone(self._orders)
-        if self._behind():
+        if self._lag.behind():
             self._start()
 
     def await_readable(self, step: int) -> None:
@@ -165,12 +157,12 @@ class StagedRoot(Held):
         deadline = time.monotonic() + self._readable_secs
         while (info := self._local.saves().get(step)) is not None:
             self._look()
-            progress = self._progress()
+            progress = self._lag.progress
             if self._journal.known.held(info.save_id):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
                 raise Damaged(f"step {step}", "a save that comes to the root", problem)
-            self._require_claim()
+            self._lag.require_claim()
             self._start()
             if time.monotonic() >= deadline:
                 raise WaitTimeout(
@@ -184,7 +176,7 @@ class StagedRoot(Held):
     def _bring_near(self, step: int) -> None:
         local, bases = self._local.saves(), self.compacted()
         infos = {number: info for number, info in self.saves().items() if info is not None}
-        chain_of = eviction.chain_steps(step, infos)
+        chain_of = eviction.chain_steps(step, infos) & infos.keys()
         newest_base = max((one for one in chain_of if infos[one].save_id in bases), default=0)
         missing = [one for one in chain_of if one >= newest_base and one not in local]
         with self._leaving:
@@ -307,9 +299,7 @@ class StagedRoot(Held):
     def check_lease(self, *, ask: bool = False) -> None:
         """See ``Held``."""
         self._local.check_lease()
-        fenced = self._progress().fenced
-        if fenced is not None:
-            raise FencedError(fenced)
+        self._lag.require_claim()
         if ask and isinstance(self._journal, Journal):
             self._journal.check()
 
@@ -404,7 +394,7 @@ class StagedRoot(Held):
 
     def _look(self) -> None:
         """Learns from the promoter what is at the root by now; the root itself is not asked."""
-        if self._progress().entry <= self._journal.known.entry.number:
+        if self._lag.progress.entry <= self._journal.known.entry.number:
             return
         data = self._stage.entry()
         # Half of one, of a power cut, is replaced by the next; the promoter tells what is wrong
@@ -431,7 +421,7 @@ class StagedRoot(Held):
 
     def _evict_parts(self) -> None:
         """Removes parts of saves that came to the root, or never will."""
-        progress, newest = self._progress(), max(self._local.steps(), default=None)
+        progress, newest = self._lag.progress, max(self._local.steps(), default=None)
         surplus = [
             step
             for step, info in self._local.saves().items()
@@ -439,7 +429,7 @@ class StagedRoot(Held):
             and step != newest
             and not self._readers[step]
             and (
-                self._is_held(info.save_id, progress)
+                self._lag.is_held(info.save_id, progress)
                 or key_of(step, info.save_id) in progress.damaged
             )
         ]
@@ -467,8 +457,8 @@ class StagedRoot(Held):
     def make_room(self, nbytes: int) -> str | None:
         """See ``Held``."""
         most, nbytes = self._tiers.stage_bytes, nbytes * self._processes
-        while (behind := sum(self._behind().values())) and behind + nbytes > most:
-            self._require_claim()
+        while (behind := sum(self._lag.behind().values())) and behind + nbytes > most:
+            self._lag.require_claim()
             self._start()
             if self._given_up.wait(_POLL_SECS):
                 raise StorageError(
@@ -490,19 +480,22 @@ class StagedRoot(Held):
         """See ``Held``."""
         self._start()
         self._running.wake()
-        infos = [info for info in self._local.saves().values() if info is not None]
         self._near.hold(
-            infos, self.item, self._orders, may_go=self._may_go, wait=self._wait_for_root
+            self._local.saves().values(),
+            self.item,
+            self._orders,
+            may_go=self._may_go,
+            wait=self._wait_for_root,
         )
 
     def _may_go(self, save_id: SaveId) -> bool:
         """Whether extents need not hold a save: it is at the root, or left the stage on purpose."""
         info = self._local.saves().get(save_id.step)
         is_here = info is not None and info.save_id == save_id
-        return not is_here or self._is_held(save_id, self._progress())
+        return not is_here or self._lag.is_held(save_id)
 
     def _wait_for_root(self) -> None:
-        self._require_claim()
+        self._lag.require_claim()
         self._start()
         if self._given_up.wait(_POLL_SECS):
             raise StorageError(
@@ -516,87 +509,33 @@ class StagedRoot(Held):
         if self._tiers.wait_for == "stage":
             return
         deadline = time.monotonic() + timeout_secs
-        while behind := self._short_of(self._tiers.wait_for):
-            self._require_claim()
+        while behind := self._lag.short_of(self._tiers.wait_for):
+            self._lag.require_claim()
             self._start()
             if time.monotonic() >= deadline:
-                problem = self._problem(self._tiers.wait_for) or self._running.ended
+                problem = self._lag.problem(self._tiers.wait_for) or self._running.ended
                 raise WaitTimeout(
                     f"{self}: expected every save at the {self._tiers.wait_for} within "
                     f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
-                    f"{sum(behind.values()):,} bytes in the stage {self._stage.path} alone"
+                    f"{sum(behind.values()):,} bytes still in the stage {self._stage.path}"
                     f"{f', because {problem}' if problem else ''}; the promoter goes on by itself: "
                     "wait() again, or look at the network"
                 )
             time.sleep(_POLL_SECS)
-        damaged = self._progress().damaged if self._tiers.wait_for == "root" else {}
-        for key in damaged.keys() - self._failed:
-            self._failed.add(key)
+        problem = self._lag.newly_damaged() if self._tiers.wait_for == "root" else None
+        if problem is not None:
             raise SaveFailed(
-                f"a save that was made in the stage cannot come to {self}: {damaged[key]}; the "
-                "next save is a base"
+                f"a save that was made in the stage cannot come to {self}: {problem}; the next "
+                "save is a base"
             )
         with contextlib.suppress(StorageError):  # Tried again after the next save.
             self._tidy()
-
-    def _short_of(self, tier: str) -> dict[int, int]:
-        """Steps of the stage that are not at a tier yet, nor at a later one; bytes of each."""
-        behind = self._behind()
-        if tier == "root" or not behind:
-            return behind
-        pushed, infos = self._pushed().saves, self._local.saves()
-        return {
-            step: nbytes
-            for step, nbytes in behind.items()
-            if (info := infos.get(step)) is not None and key_of(step, info.save_id) not in pushed
-        }
-
-    def _problem(self, tier: str) -> str | None:
-        return self._progress().problem if tier == "root" else self._pushed().problem
-
-    def _pushed(self) -> Pushed:
-        return self._stage.pushed(self._orders.holder)
 
     def news(self) -> list[Event]:
         """See ``Held``."""
         for text in self._drain():
             events.warn(text)
-        progress, found = self._progress(), list[Event]()
-        new = [one for one in progress.recent if one.number > self._told_promotions]
-        behind = self._behind(progress) if new else {}
-        for one in new:
-            self._told_promotions = one.number
-            found.append(
-                PromotionEvent(
-                    step=one.save_id.step,
-                    process=self._orders.process,
-                    bytes_sent=one.nbytes,
-                    objects=one.objects,
-                    seconds=one.seconds,
-                    lag_secs=one.lag_secs,
-                    committed_unix_secs=one.committed_unix_secs,
-                    waiting=len(behind),
-                    waiting_bytes=sum(behind.values()),
-                )
-            )
-        for key in progress.damaged.keys() - self._told_damaged:
-            self._told_damaged.add(key)
-            found.append(self._failure(Damaged.code, progress.damaged[key], step_of(key), 0.0))
-        if progress.problem is not None and not self._told_problem:
-            secs = max(0.0, time.time() - progress.problem_unix_secs)
-            found.append(self._failure(progress.code, progress.problem, None, secs))
-        self._told_problem = progress.problem is not None
-        return found
-
-    def _failure(self, code: str, message: str, step: int | None, seconds: float) -> FailureEvent:
-        return FailureEvent(
-            step=step,
-            process=self._orders.process,
-            operation="promote",
-            code=code,
-            message=message,
-            seconds=seconds,
-        )
+        return self._lag.news()
 
     def close(self) -> None:
         """Ends what is open; the promoter goes on until nothing is left."""
@@ -611,37 +550,11 @@ class StagedRoot(Held):
             self._near.close()
             self._running.close()
 
-    def _behind(self, progress: Progress | None = None) -> dict[int, int]:
-        """Steps of the stage that may come to the root and have not, with the bytes of each."""
-        progress, at_root = progress or self._progress(), self._journal.known.steps
-        found = {}
-        for step, info in self._local.saves().items():
-            key = key_of(step, info and info.save_id)
-            if key in progress.damaged:
-                continue
-            if step in at_root if info is None else self._is_held(info.save_id, progress):
-                continue
-            if key not in self._sizes:
-                self._sizes[key] = files.tree_bytes(self._local.path / str(step))
-            found[step] = self._sizes[key]
-        return found
-
-    def _is_held(self, save_id: SaveId, progress: Progress) -> bool:
-        """Whether a save was ever committed at the root."""
-        return progress.is_at_root(save_id) or self._journal.known.held(save_id)
-
     def _newest_local(self) -> SaveId | None:
         """The newest save in the stage."""
         infos = self._local.saves()
         known = [info.save_id for _, info in sorted(infos.items()) if info is not None]
         return known[-1] if known else None
-
-    def _progress(self) -> Progress:
-        return self._stage.progress(self._orders.holder)
-
-    def _require_claim(self) -> None:
-        if (fenced := self._progress().fenced) is not None:
-            raise FencedError(fenced)
 
     def _start(self) -> None:
         with self._ordering:
@@ -670,7 +583,7 @@ class StagedRoot(Held):
           gone: saves that were removed on purpose: what waits for one waits for the newest instead.
           **changes: of further fields.
         """
-        old, progress = self._orders, self._progress()
+        old, progress = self._orders, self._lag.progress
         number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
             old,

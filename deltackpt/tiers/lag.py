@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the saves of a stage have come, by what its promoter tells; and what is told of that."""
+
+from __future__ import annotations
+
+import time
+
+from deltackpt.errors import Damaged, FencedError, RestoreError
+from deltackpt.events import Event, FailureEvent, PromotionEvent
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.view import JournalView
+from deltackpt.reading import saves
+from deltackpt.storage import files
+from deltackpt.tiers.stage import Progress, Pushed, Stage, key_of, step_of
+
+
+class Lag:
+    """What is in a stage and not yet at the tiers behind it; the root itself is not asked."""
+
+    def __init__(self, stage: Stage, local: Root, journal: JournalView, holder: str, process: int):
+        """Reads nothing yet.
+
+        Args:
+          stage: whose promoter tells.
+          local: its checkpoint directory.
+          journal: of the root, as far as it is known.
+          holder: of the claim that the promoter works under.
+          process: whose stage it is.
+        """
+        self._stage = stage
+        self._local = local
+        self._journal = journal
+        self._holder = holder
+        self._process = process
+        #: Bytes of saves in the stage, by ``key_of``.
+        self._sizes: dict[str, int] = {}
+        self._told_promotions = 0
+        self._told_damaged: set[str] = set()
+        #: Operations whose problem was told and stands.
+        self._told_problems: set[str] = set()
+        self._raised: set[str] = set()
+
+    @property
+    def progress(self) -> Progress:
+        """What the promoter told last."""
+        return self._stage.progress(self._holder)
+
+    @property
+    def pushed(self) -> Pushed:
+        """What neighbours hold, as the promoter told last."""
+        return self._stage.pushed(self._holder)
+
+    def behind(self, progress: Progress | None = None) -> dict[int, int]:
+        """Steps of the stage that may come to the root and have not, with the bytes of each."""
+        progress, at_root = progress or self.progress, self._journal.known.steps
+        found = {}
+        for step, info in self._local.saves().items():
+            key = key_of(step, info and info.save_id)
+            if key in progress.damaged or self._is_unreadable(step, progress):
+                continue
+            if step in at_root if info is None else self.is_held(info.save_id, progress):
+                continue
+            if key not in self._sizes:
+                self._sizes[key] = files.tree_bytes(self._local.path / str(step))
+            found[step] = self._sizes[key]
+        return found
+
+    def _is_unreadable(self, step: int, progress: Progress) -> bool:
+        """Whether the promoter cannot tell which save a step is, though it was known here."""
+        if key_of(step, None) not in progress.damaged:
+            return False
+        try:
+            saves.read_info(self._local.at(step), self._local.item)
+        except RestoreError:
+            return True
+        return False  # Another save stands there by now.
+
+    def short_of(self, tier: str) -> dict[int, int]:
+        """Steps of the stage that are not at a tier yet, nor at a later one; bytes of each.
+
+        Args:
+          tier: ``"root"`` or ``"neighbours"``.
+        """
+        behind = self.behind()
+        if tier == "root" or not behind:
+            return behind
+        pushed, infos = {*self.pushed.saves}, self._local.saves()
+        return {
+            step: nbytes
+            for step, nbytes in behind.items()
+            if (info := infos.get(step)) is not None and key_of(step, info.save_id) not in pushed
+        }
+
+    def problem(self, tier: str) -> str | None:
+        """Why saves do not come to a tier; None where nothing is known of it."""
+        return self.progress.problem if tier == "root" else self.pushed.problem
+
+    def is_held(self, save_id: SaveId, progress: Progress | None = None) -> bool:
+        """Whether a save was ever committed at the root."""
+        held = (progress or self.progress).is_at_root(save_id)
+        return held or self._journal.known.held(save_id)
+
+    def require_claim(self) -> None:
+        """Checks that the root is not another's.
+
+        Raises:
+          FencedError: the promoter found that it is.
+        """
+        if (fenced := self.progress.fenced) is not None:
+            raise FencedError(fenced)
+
+    def newly_damaged(self) -> str | None:
+        """Why a save cannot come to the root, each once."""
+        damaged = self.progress.damaged
+        for key in damaged.keys() - self._raised:
+            self._raised.add(key)
+            return damaged[key]
+        return None
+
+    def news(self) -> list[Event]:
+        """What has happened since the last call."""
+        progress, found = self.progress, list[Event]()
+        new = [one for one in progress.recent if one.number > self._told_promotions]
+        behind = self.behind(progress) if new else {}
+        for one in new:
+            self._told_promotions = one.number
+            found.append(
+                PromotionEvent(
+                    step=one.save_id.step,
+                    process=self._process,
+                    bytes_sent=one.nbytes,
+                    objects=one.objects,
+                    seconds=one.seconds,
+                    lag_secs=one.lag_secs,
+                    committed_unix_secs=one.committed_unix_secs,
+                    waiting=len(behind),
+                    waiting_bytes=sum(behind.values()),
+                )
+            )
+        for key in progress.damaged.keys() - self._told_damaged:
+            self._told_damaged.add(key)
+            message = progress.damaged[key]
+            found.append(self._failure("promote", Damaged.code, message, step_of(key), 0.0))
+        for operation, told in (("promote", progress), ("push", self.pushed)):
+            if told.problem is None:
+                self._told_problems.discard(operation)
+            elif operation not in self._told_problems:
+                self._told_problems.add(operation)
+                secs = max(0.0, time.time() - told.problem_unix_secs)
+                found.append(self._failure(operation, told.code, told.problem, None, secs))
+        return found
+
+    def _failure(
+        self, operation: str, code: str, message: str, step: int | None, seconds: float
+    ) -> FailureEvent:
+        return FailureEvent(
+            step=step,
+            process=self._process,
+            operation=operation,
+            code=code,
+            message=message,
+            seconds=seconds,
+        )
