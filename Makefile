@@ -128,6 +128,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 	$(BIN)/python benchmarks/restore_service.py $(ARGS)
 	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
+	$(BIN)/python benchmarks/extents.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import pytest
 from golden import make_golden
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from memory_pack import MemoryPack
 
 from deltackpt.errors import (
@@ -208,7 +208,10 @@ def test_payloads_of_several_pieces_are_held(tmp_path, monkeypatch):
     held.close()
 
 
-def test_a_hold_that_is_torn_anywhere_leaves_what_was_held(tmp_path, disk, monkeypatch):
+@pytest.mark.parametrize("pieces", ["in one piece", "in pieces"])
+def test_a_hold_that_is_torn_anywhere_leaves_what_was_held(tmp_path, disk, monkeypatch, pieces):
+    if pieces == "in pieces":
+        monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
     held, before = opened(tmp_path / "disk"), MemoryPack("before", PAYLOAD_BYTES + 1)
     held.hold(before)
     torn = MemoryPack("torn", 3 * PAYLOAD_BYTES)
@@ -620,9 +623,10 @@ def test_headers_come_back_as_they_were():
 class Held(RuleBasedStateMachine):
     """Holds, drops, power cuts and starts in any order, against what was acknowledged."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(piece_blocks=st.integers(1, 3))
+    def begin(self, piece_blocks: int) -> None:
         self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(extents_module, "_PIECE_BYTES", piece_blocks * BLOCK_BYTES)
         self.disk = Disk(self.patch)
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.number = 0

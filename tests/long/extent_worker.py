@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from memory_pack import MemoryPack
 
+from deltackpt.tiers import extents
 from deltackpt.tiers.extents import ExtentFile
 
 EXTENT_BYTES, COUNT = 1 << 20, 24
@@ -26,6 +27,8 @@ MOST_BYTES = 5 << 20
 
 def main(directory: Path, seed: int) -> None:
     random_ = random.Random(seed)
+    # Each extent by one write, or by several.
+    extents._PIECE_BYTES = random_.choice((EXTENT_BYTES, EXTENT_BYTES // 4))
     held = opened(directory)
     note("ready")
     # A run that an earlier process began never goes on: its keys are used once.
@@ -50,8 +53,8 @@ def opened(directory: Path) -> ExtentFile:
 
 def full(labels: list) -> bool:
     """Whether another pack might not fit."""
-    extents = sum(label.nbytes // (EXTENT_BYTES - 4096) + 1 for label in labels)
-    return extents + MOST_BYTES // (EXTENT_BYTES - 4096) + 1 > COUNT
+    taken = sum(label.nbytes // (EXTENT_BYTES - 4096) + 1 for label in labels)
+    return taken + MOST_BYTES // (EXTENT_BYTES - 4096) + 1 > COUNT
 
 
 def note(kind: str, **fields: object) -> None:
