@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
-    from deltackpt.options import DeltaOptions, ManagerOptions, Tiers, Timeouts, WriteOptions
+    from deltackpt.options import (
+        Copies,
+        DeltaOptions,
+        Erasure,
+        Extents,
+        ManagerOptions,
+        Tiers,
+        Timeouts,
+        WriteOptions,
+    )
     from deltackpt.outcomes import ReadRows, Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
@@ -38,12 +47,15 @@ _NAMES = {
     "CheckpointManager": "manager",
     "CodecChoice": "policy",
     "Consecutive": "policy",
+    "Copies": "options",
     "DeltaCheckpointableHandler": "handlers.v1",
     "DeltaHandler": "handlers.v0",
     "DeltaOptions": "options",
     "DeltaRestore": "handlers.v0",
     "DeltaSave": "handlers.v0",
     "Embeddings": "save.flight",
+    "Erasure": "options",
+    "Extents": "options",
     "Intermittent": "policy",
     "ManagerOptions": "options",
     "OneShot": "policy",
@@ -65,12 +77,15 @@ __all__ = [
     "CheckpointManager",
     "CodecChoice",
     "Consecutive",
+    "Copies",
     "DeltaCheckpointableHandler",
     "DeltaHandler",
     "DeltaOptions",
     "DeltaRestore",
     "DeltaSave",
     "Embeddings",
+    "Erasure",
+    "Extents",
     "Intermittent",
     "ManagerOptions",
     "OneShot",

@@ -17,7 +17,7 @@ BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
 Tracking = Literal["marks", "fingerprints"]
 Access = Literal["write", "read", "read alone"]
-WaitFor = Literal["root", "stage"]
+WaitFor = Literal["root", "neighbours", "stage"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,82 @@ class WriteOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Extents:
+    """A file of fixed size on a disk of the node, in which whole saves are held durably.
+
+    Its space is taken when it is made, and written again in place: one write and one ``fdatasync``
+    a save, and no full disk in the middle of a run. With a stage in memory this is what survives a
+    power cut.
+
+    Attributes:
+      directory: where the file is; of this root alone.
+      nbytes: its size: at least two bases and four deltas, so that none of those before is written
+        over.
+      extent_bytes: what is handed out at once; a save takes a whole number of them.
+    """
+
+    directory: str
+    nbytes: int
+    extent_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        block = 4096
+        if self.extent_bytes < 2 * block or self.extent_bytes % block:
+            raise OptionError(
+                f"Extents.extent_bytes: expected a multiple of {block} of at least {2 * block}, "
+                f"found {self.extent_bytes!r}"
+            )
+        if self.nbytes < 6 * self.extent_bytes:
+            raise OptionError(
+                f"Extents.nbytes: expected at least six extents of {self.extent_bytes:,} bytes "
+                f"(two bases and four deltas), found {self.nbytes!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Neighbours that each hold whole copies of a node's saves in memory.
+
+    Attributes:
+      copies: on how many other nodes: so many nodes beside one's own may be lost at once.
+      memory_bytes: the most that each node holds of others.
+    """
+
+    copies: int = 1
+    memory_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        _check_at_least_one(self, "copies", "memory_bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Erasure:
+    """Neighbours that hold fragments of a node's saves in memory, of which some may be lost.
+
+    Attributes:
+      k: fragments that a save is cut into: any so many restore it.
+      m: further ones: so many of the nodes that hold them may be lost. With 1 they are sums by
+        XOR; with more, Reed-Solomon codes (the extra ``erasure``).
+      memory_bytes: the most that each node holds of others.
+    """
+
+    k: int
+    m: int
+    memory_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        _check_at_least_one(self, "k", "m", "memory_bytes")
+
+
+def _check_at_least_one(options: object, *attributes: str) -> None:
+    for name in attributes:
+        if not (isinstance(found := getattr(options, name), int) and found >= 1):
+            raise OptionError(
+                f"{type(options).__name__}.{name}: expected at least 1, found {found!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
     """What stands between the training and a root that is a bucket: ``s3://``, ``gs://``, ``az://``.
 
@@ -146,8 +222,12 @@ class Tiers:
       stage_bytes: the most bytes of saves that are not at the root yet. A save that does not fit
         beside those is not written before there is room, so that the next ``save()`` waits for it;
         one that never fits goes alone, with a warning.
-      wait_for: what ``wait()`` and ``close()`` wait for: that the saves are at the ``"root"``, or
-        in the ``"stage"``.
+      extents: where each save is held beside the stage as soon as it is made, so that it survives
+        a power cut; such as for a stage in memory.
+      neighbours: how other nodes of a Ray cluster hold each save in memory, so that it survives the
+        node. For a single process, or ``shared=False``.
+      wait_for: what ``wait()`` and ``close()`` wait for: that the saves are at the ``"root"``, at
+        the ``"neighbours"``, or in the ``"stage"``, and in the extents where there are such.
       keep_local: how many of the newest chains stay in the stage, so that a restart on the node
         reads nothing from the bucket. Others leave it once they are at the root.
       bytes_per_sec: the most that promotion sends; None for all that the network takes.
@@ -159,6 +239,8 @@ class Tiers:
 
     stage: str | None = None
     stage_bytes: int = 8 << 30
+    extents: Extents | None = None
+    neighbours: Copies | Erasure | None = None
     wait_for: WaitFor = "root"
     keep_local: int = 2
     bytes_per_sec: float | None = None
@@ -166,10 +248,20 @@ class Tiers:
     endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        _check_known(self, wait_for=("root", "stage"))
-        for name in ("stage_bytes", "keep_local"):
-            if not (isinstance(found := getattr(self, name), int) and found >= 1):
-                raise OptionError(f"Tiers.{name}: expected at least 1, found {found!r}")
+        _check_known(self, wait_for=("root", "neighbours", "stage"))
+        _check_at_least_one(self, "stage_bytes", "keep_local")
+        for name, kinds in (("extents", (Extents,)), ("neighbours", (Copies, Erasure))):
+            found = getattr(self, name)
+            if not (found is None or isinstance(found, kinds)):
+                expected = " or ".join(f"a deltackpt.{kind.__name__}" for kind in kinds)
+                raise OptionError(
+                    f"Tiers.{name}: expected {expected}, or None, found {type(found).__name__}"
+                )
+        if self.wait_for == "neighbours" and self.neighbours is None:
+            raise OptionError(
+                "Tiers.wait_for: expected neighbours to wait for, found none; give "
+                "neighbours=Copies(copies=1)"
+            )
         if self.bytes_per_sec is not None and not self.bytes_per_sec > 0:
             raise OptionError(
                 "Tiers.bytes_per_sec: expected a positive number of bytes per second, or None for "

@@ -49,7 +49,9 @@ class Restored:
       items: further items that were asked for.
       chain: the steps that were read, base first.
       skipped: newer steps that are not intact, with what is wrong with them.
-      source: where the tables came from: ``"storage"``, or ``"service"``.
+      source: where each save of the chain was read, base first: the ``"root"``; where there are
+        tiers, the ``"stage"``, or ``"extents"`` or ``"neighbours"``, from which it came back there;
+        or ``"service"``, which has all of them merged.
       service_error: why they did not come from the service that there is; None where they did,
         or where there is none.
       bytes_read: bytes of tables and slots that were read.
@@ -62,7 +64,7 @@ class Restored:
     items: dict[str, Any]
     chain: tuple[int, ...]
     skipped: tuple[tuple[int, RestoreError], ...]
-    source: str
+    source: tuple[str, ...]
     bytes_read: int
     seconds: float
     service_error: ServiceError | None = None

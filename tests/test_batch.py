@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from deltackpt.errors import OutOfSpace, StorageError
 from deltackpt.format.manifest import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
-from deltackpt.storage import arrays, batch, digests, writer
+from deltackpt.storage import aligned, arrays, batch, digests, writer
 from deltackpt.storage.batch import FileBatch
 
 
@@ -140,7 +140,7 @@ def test_another_alignment_is_written_through_the_page_cache(tmp_path, monkeypat
             raise OSError(errno.EINVAL, "no direct writes")
         return asks
 
-    monkeypatch.setattr(batch, "_alignment", alignment)
+    monkeypatch.setattr(aligned, "alignment", alignment)
     calls = _failing(monkeypatch, "ftruncate", lambda *_: None)
     values = np.arange(5000)
     assert _ours(tmp_path / "ours", values) == _chunk(values)
@@ -198,13 +198,13 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
 
 def test_held_rows_that_change_while_they_are_written_are_found(tmp_path, monkeypatch):
     values = np.arange(100_000)
-    real = batch._write_aligned
+    real = aligned.write_aligned
 
     def then_change(*arguments: Any) -> None:
         real(*arguments)
         values[7] = -1
 
-    monkeypatch.setattr(batch, "_write_aligned", then_change)
+    monkeypatch.setattr(aligned, "write_aligned", then_change)
     files = FileBatch(tmp_path, fsync=True)
     with pytest.raises(StorageError, match="changed while they were written"):
         files.write_chunk(tmp_path / "ours", values, held=True)

@@ -216,11 +216,17 @@ class Restorer:
             items=extra,
             chain=tuple(info.save_id.step for info in merged.chain),
             skipped=(),
-            source=merged.source,
+            source=self._sources(merged),
             service_error=loaded.problem,
             bytes_read=merged.bytes_read,
             seconds=seconds,
         )
+
+    def _sources(self, merged: RestoredTables) -> tuple[str, ...]:
+        """Where each save of a chain was read."""
+        if merged.source != "storage":
+            return (merged.source,) * len(merged.chain)
+        return tuple(self._run.root.source_of(info.save_id) for info in merged.chain)
 
     def _tell(
         self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float

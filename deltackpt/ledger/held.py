@@ -128,8 +128,12 @@ class Held(Steps, abc.ABC):
     def give_up(self) -> None:
         """No save waits for room any more: the manager is closed."""
 
-    def committed(self) -> None:
-        """A step has been made visible in ``path``."""
+    def committed(self, step: int) -> None:
+        """A step has been made visible in ``path``; called in the background of its save.
+
+        Raises:
+          StorageError: it is not as safe as it has to be.
+        """
 
     def settle(self, timeout_secs: float) -> None:
         """Waits until every save that was made is where ``Tiers.wait_for`` says.

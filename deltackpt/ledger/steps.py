@@ -163,6 +163,10 @@ class Steps:
           WaitTimeout: it cannot yet.
         """
 
+    def source_of(self, save_id: SaveId) -> str:
+        """Where a save is read: the root, unless there are nearer places."""
+        return "root"
+
     def found_damaged(self, step: int) -> bool:
         """A step could not be read: sets aside what is damaged where there is another copy of it.
 

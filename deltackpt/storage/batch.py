@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import ctypes
 import errno
 import os
 import resource
@@ -29,7 +28,7 @@ import numpy as np
 from deltackpt.errors import StorageError
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
 from deltackpt.resources.workers import FORCERS
-from deltackpt.storage import digests, files
+from deltackpt.storage import aligned, digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.digests import Digest
 
@@ -37,13 +36,8 @@ from deltackpt.storage.digests import Digest
 _PIECE_BYTES = 4 << 20
 #: Files of fewer bytes go through the page cache.
 _DIRECT_BYTES = 128 << 10
-_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS})
-#: Of ``struct statx`` and its flags, which Python does not know: linux/stat.h.
-_STATX_BYTES, _STATX_DIOALIGN, _AT_EMPTY_PATH = 256, 0x2000, 0x1000
-_DIO_MEMORY_ALIGN, _DIO_OFFSET_ALIGN = 0x98, 0x9C
 #: A new file, which nobody else has made.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_C_LIBRARY = ctypes.CDLL(None)
 _T = TypeVar("_T")
 _own = threading.local()
 
@@ -115,7 +109,7 @@ class FileBatch:
                 self._write_whole(path, contents)
             elif len(data) < _DIRECT_BYTES:
                 with self._new(path) as descriptor:
-                    _write_all(descriptor, contents, 0)
+                    aligned.write_all(descriptor, contents, 0)
             else:
                 self._write_pieces(path, _Pieces(contents))
         self._note(path, digests.digest_bytes(data))
@@ -278,7 +272,7 @@ class FileBatch:
         descriptor = self._made(aside)
         try:
             try:
-                _write_all(descriptor, data, 0)
+                aligned.write_all(descriptor, data, 0)
                 if self._fsync:
                     os.fsync(descriptor)
             except BaseException:
@@ -297,19 +291,19 @@ class FileBatch:
             self._direct = False
             with self._new(path) as descriptor:
                 for start, piece in pieces.pieces(direct=False):
-                    _write_all(descriptor, piece, start)
+                    aligned.write_all(descriptor, piece, start)
 
     def _write_directly(self, path: Path, pieces: _Pieces) -> bool:
         """Whether the file system took it; it refuses before it takes anything."""
         try:
             with self._new(path, os.O_DIRECT) as descriptor:
-                if _alignment(descriptor) > ALIGNMENT:
+                if aligned.alignment(descriptor) > ALIGNMENT:
                     raise OSError(errno.EINVAL, "another alignment")
                 for start, piece in pieces.pieces(direct=True):
-                    _write_aligned(descriptor, piece, start)
+                    aligned.write_aligned(descriptor, piece, start)
                 os.ftruncate(descriptor, pieces.nbytes)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in aligned.REFUSED:
                 raise
             # Some file systems make the file before they refuse.
             path.unlink(missing_ok=True)
@@ -417,45 +411,6 @@ def _bounce() -> np.ndarray:
         # A forked child shares that of the thread that forked.
         found = _own.bounce = os.getpid(), aligned_buffer(_PIECE_BYTES)
     return found[1]
-
-
-def _write_all(descriptor: int, data: np.ndarray, start: int) -> None:
-    done = 0
-    while done < len(data):
-        taken = os.pwrite(descriptor, data[done:].data, start + done)
-        if taken == 0:
-            raise OSError(errno.EIO, "nothing was written")
-        done += taken
-
-
-def _write_aligned(descriptor: int, data: np.ndarray, start: int) -> None:
-    done = 0
-    while done < len(data):
-        taken = os.pwrite(descriptor, data[done:].data, start + done)
-        if done + taken == len(data):
-            return
-        if taken < ALIGNMENT:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # A write that was cut short: what is left of its block is written once more.
-        done += taken // ALIGNMENT * ALIGNMENT
-
-
-def _alignment(descriptor: int) -> int:
-    """What the file system asks of direct writes in memory and in the file.
-
-    Raises:
-      OSError: EINVAL, it takes none.
-    """
-    if not hasattr(_C_LIBRARY, "statx"):
-        return ALIGNMENT
-    found = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
-    refused = _C_LIBRARY.statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found)
-    if refused or not found[0] & _STATX_DIOALIGN:
-        return ALIGNMENT  # An older kernel, which does not know.
-    memory, file = found[_DIO_MEMORY_ALIGN // 4], found[_DIO_OFFSET_ALIGN // 4]
-    if not file:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return max(memory, file)
 
 
 def _close_all(opened: Mapping[Path, int]) -> None:

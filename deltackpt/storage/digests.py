@@ -307,7 +307,7 @@ class Streamed:
         self._crc = 0
         self._last = b""
 
-    def add(self, data: bytes | bytearray) -> None:
+    def add(self, data: bytes | bytearray | memoryview) -> None:
         """Takes the next bytes."""
         self._length += len(data)
         self._crc = crc32c(np.frombuffer(data, np.uint8), self._crc)

@@ -127,7 +127,12 @@ def object_name(path: PurePath | str, components: int = 3) -> str:
 
 
 def write_atomic(
-    path: Path, data: bytes | memoryview, *, fsync: bool, absent: bool = False
+    path: Path,
+    data: bytes | memoryview,
+    *,
+    fsync: bool,
+    absent: bool = False,
+    private: bool = False,
 ) -> None:
     """Writes a file that is either absent, old or complete.
 
@@ -136,6 +141,7 @@ def write_atomic(
       data: the contents.
       fsync: whether file and directory entry are on disk before this returns.
       absent: only where there is no such file; of several that try one succeeds.
+      private: readable by this user alone, from the first byte on.
 
     Raises:
       StorageError: the store refused; the cause is FileExistsError where there is one.
@@ -143,7 +149,7 @@ def write_atomic(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     with typed_errors(path, "write"):
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb", opener=_private if private else None) as file:
                 file.write(data)
                 file.flush()
                 if fsync:
@@ -157,6 +163,10 @@ def write_atomic(
             raise
         if fsync:
             fsync_path(path.parent)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _link(temporary: Path, path: Path) -> None:

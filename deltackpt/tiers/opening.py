@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import uuid
 from pathlib import Path
@@ -20,9 +21,15 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
 from deltackpt.storage import buckets, files
+from deltackpt.tiers.extents import Extents
+from deltackpt.tiers.near import Near
+from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
+
+#: Has ``keepers(...)``; needs Ray, which nothing here imports.
+_FINDER = "deltackpt.service.discovery"
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
@@ -93,14 +100,16 @@ def open_root(
     try:
         claim = journal.claim()
         files.remove_tree(stage.fetched)
+        near = _near(stage, local, place.url, item, options, claim, process, count)
         old = _brought_up(stage, local, old, journal.known)
+        near.recall(place.url, journal.known, old)
         if not tiers.shared:
             old = _without_other_parts(stage, local, item, journal.known, count, old)
         orders = _orders(old, place.url, item, claim, options, process, count)
         stage.order(orders)
         limit = options.timeouts.save_secs
         return StagedRoot(
-            stage, local, journal, orders, tiers, processes=processes, readable_secs=limit
+            stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
         )
     except BaseException:
         local.close()
@@ -123,7 +132,8 @@ def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) ->
             "or a stage to each process: Tiers(shared=False)"
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
-    return StagedBeside(stage, local, journal, orders, tiers, processes=processes)
+    near = Near(stage, local)
+    return StagedBeside(stage, local, journal, orders, tiers, near, processes=processes)
 
 
 def _apart(
@@ -146,17 +156,64 @@ def _apart(
     local = Root.open(stage.steps, item=item)
     try:
         files.remove_tree(stage.fetched)
+        near = _near(stage, local, url, item, options, claim, process, processes)
         _drop_what_was_at_the_root(stage, local, journal.known)
+        near.recall(url, journal.known, old)
         old = _without_other_parts(stage, local, item, journal.known, processes, old)
         orders = _orders(old, url, item, claim, options, process, processes)
         stage.order(orders)
         limit = options.timeouts.save_secs
         return StagedApart(
-            stage, local, journal, orders, tiers, processes=processes, readable_secs=limit
+            stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
         )
     except BaseException:
         local.close()
         raise
+
+
+def _near(
+    stage: Stage,
+    local: Root,
+    url: str,
+    item: str,
+    options: ManagerOptions,
+    claim: Claim,
+    process: int,
+    processes: int,
+) -> Near:
+    """What is held near a stage, opened; the promoter is told of neighbours.
+
+    Raises:
+      OptionError: it cannot be had.
+      InUse: another process holds the extents.
+    """
+    tiers = options.tiers or Tiers()
+    held, neighbours = None, None
+    if tiers.extents is not None:
+        folder = Path(tiers.extents.directory).absolute()
+        held = Extents(
+            folder if tiers.shared else folder / f"process-{process}",
+            tiers.extents.nbytes,
+            extent_bytes=tiers.extents.extent_bytes,
+        )
+    if tiers.neighbours is None:
+        stage.note_keepers(None)
+    else:
+        finder = importlib.import_module(_FINDER)
+        keepers = finder.keepers(url, item, tiers.neighbours, claim.lease.holder)
+        stage.note_keepers(keepers.to_bytes())
+        neighbours = Neighbours(keepers)
+    fsync = options.writes.durability == "power"
+    part, parts = (0, 1) if tiers.shared else (process, processes)
+    return Near(
+        stage,
+        local,
+        extents=held,
+        neighbours=neighbours,
+        part=part,
+        parts=parts,
+        fsync=fsync,
+    )
 
 
 def _orders(

@@ -24,6 +24,7 @@ from deltackpt.ledger import locks
 from deltackpt.resources import memory
 from deltackpt.storage import files
 from deltackpt.tiers.promotion import Promoter, Trainer
+from deltackpt.tiers.pushing import Pusher
 from deltackpt.tiers.stage import Stage
 
 _logger = logging.getLogger(__name__)
@@ -146,9 +147,25 @@ def main(arguments: list[str] | None = None) -> int:
     with only_one(stage, trainer) as is_one:
         if is_one:
             _shorten(stage.log)
-            Promoter(stage).run(trainer)
+            with _pushing(stage):
+                Promoter(stage).run(trainer)
     _logger.info("ended; most memory %s, %.2f s of CPU", _most_memory(), time.process_time())
     return 0
+
+
+@contextlib.contextmanager
+def _pushing(stage: Stage) -> Iterator[None]:
+    """Brings saves to neighbours meanwhile, where the trainer has found such."""
+    if stage.keepers_stamp() is None:
+        yield
+        return
+    pusher = Pusher(stage)
+    thread = pusher.start()
+    try:
+        yield
+    finally:
+        pusher.end()
+        thread.join()
 
 
 def _most_memory() -> str:

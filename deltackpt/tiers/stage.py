@@ -6,6 +6,8 @@ A stage is a directory of a node::
     stage.lock          held by the promoter, of which there is one
     orders.msgpack      written by the trainer: under which claim, and what to do at the root
     progress.msgpack    written by the promoter: what is done, and what stands in the way
+    neighbours.msgpack  written by the trainer: where neighbours are, and what lets in there
+    pushed.msgpack      written by the promoter: what neighbours hold
     entry.msgpack       and the newest entry of the root's journal
     promoter.log        what the promoter says
     steps/              the saves: a checkpoint directory like any other
@@ -33,11 +35,12 @@ from deltackpt.storage import files
 
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
+_PUSHED = "deltackpt.stage.pushed"
 #: Promotions that the progress tells of.
 MOST_RECENT = 256
 _NAMES = {
     *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
-    *("progress.msgpack", "entry.msgpack"),
+    *("progress.msgpack", "entry.msgpack", "neighbours.msgpack", "pushed.msgpack"),
 }
 
 
@@ -97,6 +100,8 @@ class Orders:
       epoch: of that claim.
       began: whether training has begun under it.
       goes_on: what it went on from.
+      era: how often training has gone back since under the claim.
+      era_from: what it went on from then; ``goes_on`` where it never went back.
       rolled_back: in this order, before any save that is in the stage is brought to the root.
       retired: each once the save that it says is at the root.
       bytes_per_sec: the most that is sent.
@@ -114,6 +119,8 @@ class Orders:
     epoch: int = 0
     began: bool = False
     goes_on: SaveId | None = None
+    era: int = 0
+    era_from: SaveId | None = None
     rolled_back: tuple[RollBack, ...] = ()
     retired: tuple[Retired, ...] = ()
     bytes_per_sec: float | None = None
@@ -125,6 +132,11 @@ class Orders:
     def apart(self) -> bool:
         """Whether the stage holds a part of each save."""
         return self.processes > 1
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """As in ``packing.PackName``, of what is packed under them."""
+        return self.epoch, self.era
 
     def without(self, lost: Collection[SaveId]) -> Orders:
         """As if what waits to be retired until one of some saves comes, which are lost, stayed."""
@@ -180,6 +192,25 @@ class Progress:
     def is_at_root(self, save_id: SaveId) -> bool:
         """Whether a save was committed there, though it may have gone since."""
         return self.held.get(save_id.run, -1) >= save_id.attempt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """What neighbours hold.
+
+    Attributes:
+      holder: of the claim that the promoter works under.
+      saves: those that they hold whole, by ``key_of``.
+      problem: why no others come there; None where they do.
+      code: of the error that this is.
+      problem_unix_secs: since when, in seconds since 1970.
+    """
+
+    holder: str
+    saves: tuple[str, ...] = ()
+    problem: str | None = None
+    code: str = ""
+    problem_unix_secs: float = 0.0
 
 
 def key_of(step: int, save_id: SaveId | None) -> str:
@@ -257,11 +288,7 @@ class Stage:
 
     def orders_stamp(self) -> object:
         """What changes with the orders; cheap."""
-        try:
-            found = os.stat(self._orders)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
+        return _stamp(self._orders)
 
     def progress(self, holder: str) -> Progress:
         """How far the promoter of a claim has come; where nobody can tell, nowhere."""
@@ -271,6 +298,53 @@ class Stage:
         except RestoreError:  # None yet, or of a power cut: the promoter finds it out anew.
             return Progress(holder=holder)
         return found if found.holder == holder else Progress(holder=holder)
+
+    @property
+    def _keepers(self) -> Path:
+        return self.path / "neighbours.msgpack"
+
+    @property
+    def _pushed(self) -> Path:
+        return self.path / "pushed.msgpack"
+
+    def keepers(self) -> bytes | None:
+        """What the trainer has found of neighbours; None where there are none."""
+        try:
+            return files.read_bytes(self._keepers)
+        except RestoreError:
+            return None
+
+    def note_keepers(self, data: bytes | None) -> None:
+        """Notes where neighbours are, readable by this user alone: it lets in there.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
+        if data is None:
+            self._keepers.unlink(missing_ok=True)
+        else:
+            files.write_atomic(self._keepers, data, fsync=False, private=True)
+
+    def keepers_stamp(self) -> object:
+        """What changes with what was noted of neighbours; cheap."""
+        return _stamp(self._keepers)
+
+    def pushed(self, holder: str) -> Pushed:
+        """What neighbours hold under a claim; where nobody can tell, nothing."""
+        try:
+            data = files.read_bytes(self._pushed)
+            found = manifest.from_bytes(data, Pushed, name=self._pushed.name, magic=_PUSHED)
+        except RestoreError:
+            return Pushed(holder=holder)
+        return found if found.holder == holder else Pushed(holder=holder)
+
+    def report_pushed(self, pushed: Pushed) -> None:
+        """Tells the trainer what neighbours hold.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
+        files.write_atomic(self._pushed, manifest.to_bytes(pushed, _PUSHED), fsync=False)
 
     def entry(self) -> bytes | None:
         """The newest entry of the root's journal that the promoter has seen; None without any."""
@@ -294,6 +368,14 @@ class Stage:
           StorageError: it cannot be written.
         """
         files.write_atomic(self._progress, manifest.to_bytes(progress, _PROGRESS), fsync=False)
+
+
+def _stamp(path: Path) -> object:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def default_stage(url: str, endpoint: str | None) -> Path:

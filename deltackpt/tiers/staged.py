@@ -31,7 +31,7 @@ from deltackpt.errors import (
 from deltackpt.events import Event, FailureEvent, PromotionEvent
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import BaseRef, ParentRef, SaveId
+from deltackpt.format.manifest import BaseRef, SaveId
 from deltackpt.ledger.committed import Catalog, Committed
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Standing, Unit
@@ -44,9 +44,20 @@ from deltackpt.options import Tiers
 from deltackpt.reading import inventory
 from deltackpt.storage import files
 from deltackpt.storage.store import FileStore, Missing, Spot
+from deltackpt.tiers import eviction
 from deltackpt.tiers.layers import Hidden, Layers, Seen
+from deltackpt.tiers.near import Near
 from deltackpt.tiers.running import Running
-from deltackpt.tiers.stage import Orders, Progress, Retired, RollBack, Stage, key_of, step_of
+from deltackpt.tiers.stage import (
+    Orders,
+    Progress,
+    Pushed,
+    Retired,
+    RollBack,
+    Stage,
+    key_of,
+    step_of,
+)
 
 #: Between two looks at the progress of a promoter.
 _POLL_SECS = 0.02
@@ -62,6 +73,7 @@ class StagedRoot(Held):
         journal: JournalView,
         orders: Orders,
         tiers: Tiers,
+        near: Near,
         *,
         processes: int = 1,
         readable_secs: float = 0.0,
@@ -74,12 +86,14 @@ class StagedRoot(Held):
           journal: of the root, which is claimed.
           orders: those that stand in the stage, under that claim.
           tiers: as the user wants them.
+          near: what is held near the stage.
           processes: how many save together.
           readable_secs: the longest wait for a step that comes to the root.
         """
         self._readable_secs = readable_secs
         self._stage = stage
         self._local = local
+        self._near = near
         self._journal = journal
         self._orders = orders
         self._tiers = tiers
@@ -141,8 +155,12 @@ class StagedRoot(Held):
             self._start()
 
     def await_readable(self, step: int) -> None:
-        """See ``Steps``: a step of which each stage has a part is read from the root."""
+        """See ``Steps``: a step of which each stage has a part is read from the root.
+
+        Of another the saves that have left the stage are brought back from what is nearer.
+        """
         if not self.apart:
+            self._bring_near(step)
             return
         deadline = time.monotonic() + self._readable_secs
         while (info := self._local.saves().get(step)) is not None:
@@ -162,6 +180,22 @@ class StagedRoot(Held):
                     "network"
                 )
             time.sleep(_POLL_SECS)
+
+    def _bring_near(self, step: int) -> None:
+        local, bases = self._local.saves(), self.compacted()
+        infos = {number: info for number, info in self.saves().items() if info is not None}
+        chain_of = eviction.chain_steps(step, infos)
+        newest_base = max((one for one in chain_of if infos[one].save_id in bases), default=0)
+        missing = [one for one in chain_of if one >= newest_base and one not in local]
+        with self._leaving:
+            self._near.bring([infos[one].save_id for one in sorted(missing)])
+
+    def source_of(self, save_id: SaveId) -> str:
+        """See ``Steps``."""
+        info = None if self.apart else self._local.saves().get(save_id.step)
+        if info is None or info.save_id != save_id:
+            return super().source_of(save_id)
+        return self._near.source_of(save_id)
 
     def _catalog(self) -> Catalog:
         """What is at the root, for readers."""
@@ -211,18 +245,24 @@ class StagedRoot(Held):
         return None if claim is None else claim.lease
 
     def found_damaged(self, step: int) -> bool:
-        """See ``Steps``: copies in the stage of what is at the root are read again."""
+        """See ``Steps``: copies in the stage of what is held elsewhere, too, are read again."""
         at_root, local = self._at_root(), self._local.saves()
         infos = {number: one.info for number, one in at_root.items()}
         infos |= {number: info for number, info in local.items() if info is not None}
+        near = self._near.held()
         found = False
-        for number in _chain_steps(step, infos) & local.keys() & at_root.keys():
+        for number in eviction.chain_steps(step, infos) & local.keys():
+            save_id = infos[number].save_id if number in infos else None
+            if number not in at_root and save_id not in near:
+                continue
             if inventory.verify_step(self._local.at(number), self.item):
                 self._local.set_aside(number, self._stage.aside("damaged") / uuid.uuid4().hex)
                 events.warn(
                     f"{self._stage.path}: step {number} is damaged in the stage, was moved to "
-                    "aside/damaged, and is read from the root"
+                    "aside/damaged, and is read from where else it is held"
                 )
+                if save_id in near and save_id is not None:
+                    self._near.bring([save_id])
                 found = True
         return found
 
@@ -277,7 +317,7 @@ class StagedRoot(Held):
         """See ``Held``."""
         with self._ordering:
             if not self._orders.began:
-                self._order(began=True, goes_on=goes_on)
+                self._order(began=True, goes_on=goes_on, era_from=goes_on)
 
     # ---- what becomes of what is committed
 
@@ -297,13 +337,19 @@ class StagedRoot(Held):
             moved = self._local.roll_back(step, run)
             if not later:
                 return moved
-            self._order(rolled_back=[one], gone=one.saves)
+            self._near.forget(one.saves)
+            era = {"era": self._orders.era + 1, "era_from": self._save_at(step)}
+            self._order(rolled_back=[one], gone=one.saves, **era)
             self._hide(_given_up(one, self.item))
         if at_root := sorted(later.keys() - {*moved}):
             events.warn(
                 f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
             )
         return sorted({*later, *moved})
+
+    def _save_at(self, step: int) -> SaveId | None:
+        info = self.saves().get(step)
+        return None if info is None else info.save_id
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """See ``Held``."""
@@ -312,6 +358,7 @@ class StagedRoot(Held):
             ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
             if not self.apart:  # Else the others' parts would wait for this one for ever.
                 self._local.remove_steps(steps)
+                self._near.forget({*ids.values()})
             every = [
                 Retired(number=0, step=step, item=None, save_id=save_id)
                 for step, save_id in ids.items()
@@ -371,25 +418,12 @@ class StagedRoot(Held):
         if self.apart:
             self._evict_parts()
             return
-        local, at_root = self._local.saves(), self._at_root()
-        infos = {step: info for step, info in local.items() if info is not None}
-        kept: set[int] = set()
-        anchors: set[int] = set()
-        for step in sorted(infos, reverse=True):
-            steps = _chain_steps(step, infos)
-            if min(steps) not in anchors:
-                if len(anchors) == self._tiers.keep_local:
-                    break
-                anchors.add(min(steps))
-            kept |= steps
-        surplus = [
-            step
-            for step, info in infos.items()
-            if step not in kept
-            and not self._readers[step]
-            and step in at_root
-            and at_root[step].save_id == info.save_id
-        ]
+        infos = {step: info for step, info in self._local.saves().items() if info is not None}
+        at_root = {one.save_id for one in self._at_root().values()}
+        old = eviction.evictable(
+            infos, self._tiers.keep_local, lambda info: info.save_id in at_root
+        )
+        surplus = [step for step in old if not self._readers[step]]
         for step in surplus:
             with contextlib.suppress(DeltackptError):
                 self.metadata(step)
@@ -452,30 +486,51 @@ class StagedRoot(Held):
         """See ``Held``."""
         self._given_up.set()
 
-    def committed(self) -> None:
+    def committed(self, step: int) -> None:
         """See ``Held``."""
         self._start()
         self._running.wake()
+        info = self._local.saves().get(step)
+        if info is not None:
+            self._near.hold(
+                info, self.item, self._orders, may_go=self._may_go, wait=self._wait_for_root
+            )
+
+    def _may_go(self, save_id: SaveId) -> bool:
+        """Whether extents need not hold a save: it is at the root, or left the stage on purpose."""
+        info = self._local.saves().get(save_id.step)
+        is_here = info is not None and info.save_id == save_id
+        return not is_here or self._is_held(save_id, self._progress())
+
+    def _wait_for_root(self) -> None:
+        self._require_claim()
+        self._start()
+        if self._given_up.wait(_POLL_SECS):
+            raise StorageError(
+                f"{self._stage.path}: expected room in Tiers.extents for a save, found none that "
+                f"is at {self} yet when the manager was closed; the promoter goes on, save again "
+                "then"
+            )
 
     def settle(self, timeout_secs: float) -> None:
         """See ``Held``."""
         if self._tiers.wait_for == "stage":
             return
         deadline = time.monotonic() + timeout_secs
-        while behind := self._behind():
+        while behind := self._short_of(self._tiers.wait_for):
             self._require_claim()
             self._start()
             if time.monotonic() >= deadline:
-                problem = self._progress().problem or self._running.ended
+                problem = self._problem(self._tiers.wait_for) or self._running.ended
                 raise WaitTimeout(
-                    f"{self}: expected every save at the root within {timeout_secs} s "
-                    f"(ManagerOptions.timeouts), found {len(behind)} saves of "
-                    f"{sum(behind.values()):,} bytes still in the stage {self._stage.path}"
+                    f"{self}: expected every save at the {self._tiers.wait_for} within "
+                    f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
+                    f"{sum(behind.values()):,} bytes in the stage {self._stage.path} alone"
                     f"{f', because {problem}' if problem else ''}; the promoter goes on by itself: "
                     "wait() again, or look at the network"
                 )
             time.sleep(_POLL_SECS)
-        damaged = self._progress().damaged
+        damaged = self._progress().damaged if self._tiers.wait_for == "root" else {}
         for key in damaged.keys() - self._failed:
             self._failed.add(key)
             raise SaveFailed(
@@ -484,6 +539,24 @@ class StagedRoot(Held):
             )
         with contextlib.suppress(StorageError):  # Tried again after the next save.
             self._tidy()
+
+    def _short_of(self, tier: str) -> dict[int, int]:
+        """Steps of the stage that are not at a tier yet, nor at a later one; bytes of each."""
+        behind = self._behind()
+        if tier == "root" or not behind:
+            return behind
+        pushed, infos = self._pushed().saves, self._local.saves()
+        return {
+            step: nbytes
+            for step, nbytes in behind.items()
+            if (info := infos.get(step)) is not None and key_of(step, info.save_id) not in pushed
+        }
+
+    def _problem(self, tier: str) -> str | None:
+        return self._progress().problem if tier == "root" else self._pushed().problem
+
+    def _pushed(self) -> Pushed:
+        return self._stage.pushed(self._orders.holder)
 
     def news(self) -> list[Event]:
         """See ``Held``."""
@@ -536,6 +609,7 @@ class StagedRoot(Held):
                 self._tidy()
             self._local.close()
         finally:
+            self._near.close()
             self._running.close()
 
     def _behind(self, progress: Progress | None = None) -> dict[int, int]:
@@ -631,21 +705,3 @@ def _given_up(one: RollBack, item: str) -> Hidden:
     return frozenset(
         (Unit(save_id.step, of), save_id) for save_id in one.saves for of in (None, item)
     )
-
-
-def _chain_steps(step: int, infos: Mapping[int, SaveInfo]) -> set[int]:
-    """The steps of a chain, as far as they are known."""
-    by_id = {info.save_id: number for number, info in infos.items()}
-    found = {step}
-
-    def find(parent: ParentRef) -> SaveInfo | None:
-        number = by_id.get(parent.save_id)
-        if number is None:
-            return None
-        found.add(number)
-        return infos[number]
-
-    if step in infos:
-        for _ in chain.walk(infos[step], find):
-            pass
-    return found

@@ -61,9 +61,19 @@ class StagedApart(StagedBeside):
 
     tells = True
 
+    def begin(self, goes_on: SaveId | None) -> None:
+        """See ``Held``: noted for what is held near this stage."""
+        StagedRoot.begin(self, goes_on)
+
     def roll_back(self, step: int, run: str) -> list[int]:
         """See ``Held``: of the root the first process does that."""
-        return self._local.roll_back(step, run)
+        infos = self._local.saves()
+        moved = self._local.roll_back(step, run)
+        gone = {info.save_id for one in moved if (info := infos.get(one)) is not None}
+        if gone:
+            self._near.forget(gone)
+            self._order(era=self._orders.era + 1, era_from=self._save_at(step))
+        return moved
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """See ``Held``: of the root the first process does that."""

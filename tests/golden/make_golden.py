@@ -7,6 +7,7 @@ states that a formula gives; ``parts-v<n>`` the same, written by two processes; 
 the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
+``extents-v<n>`` holds made-up packs in a file of extents.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ import ml_dtypes
 import numpy as np
 
 import deltackpt
-from deltackpt.format import manifest, names
+from deltackpt.format import extents, manifest, names
+from deltackpt.storage.crc import crc32c
+from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.packing import Label
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
+#: Of the golden file of extents.
+EXTENTS, EXTENT_BYTES = 6, 8192
+#: Keys and lengths of its packs, and which one is dropped again.
+HELD = (("run.1", 5000), ("run.2", 3000), ("run.3", 4097), ("run.4", 0))
+DROPPED = "run.2"
 
 
 def handlers(**codecs: Any) -> dict[str, deltackpt.Tables]:
@@ -191,6 +200,35 @@ def write(
     shutil.rmtree(root / names.TRASH, ignore_errors=True)
 
 
+class _Pack:
+    """Of the golden extents."""
+
+    def __init__(self, key: str, nbytes: int):
+        self._data = extent_contents(nbytes)
+        self.label = Label(key, nbytes, crc32c(np.frombuffer(self._data, np.uint8)))
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See ``Pack``."""
+        out[:] = self._data[start : start + len(out)]
+
+
+def extent_contents(nbytes: int) -> bytes:
+    """What is in a pack of the golden extents."""
+    return bytes(number * number % 251 for number in range(nbytes))
+
+
+def write_extents(directory: Path) -> None:
+    """Writes a file of extents: the second pack is dropped, and its extents are used again."""
+    held = ExtentFile(directory, nbytes=EXTENTS * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
+    for key, nbytes in HELD:
+        pack = _Pack(key, nbytes)
+        held.hold(pack)
+        if key == DROPPED:
+            held.drop([pack.label])
+    held.close()
+    (directory / "extents.lock").unlink()
+
+
 def main() -> None:
     """Writes what is not there yet of the current format version."""
     plain = HERE / f"v{manifest.FORMAT_VERSION}"
@@ -205,6 +243,9 @@ def main() -> None:
     rolling = HERE / f"rolling-v{manifest.FORMAT_VERSION}"
     if not rolling.exists():
         write(rolling, ROLLING_HANDLERS, state_at, deltackpt.Rolling(window=2))
+    held = HERE / f"extents-v{extents.VERSION}"
+    if not held.exists():
+        write_extents(held)
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is held near the stage of a trainer: extents that it fills itself, neighbours to read from.
+
+A save enters the extents on the thread that has just committed it to the stage, so that whoever
+waits for the save waits for that, too. It leaves them when room is needed and it is at the root, or
+at once where training goes back behind it. Neighbours are filled by the promoter's process
+(``pushing``); here they are only read, when something is missing in the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import State
+from deltackpt.tiers import packing, recall
+from deltackpt.tiers.extents import Extents, ExtentsFull
+from deltackpt.tiers.packing import FilePack, Holder, PackName
+from deltackpt.tiers.stage import Orders, Stage
+
+
+class Waiting(Protocol):
+    """A save waits for room."""
+
+    def __call__(self) -> None:
+        """Waits a moment.
+
+        Raises:
+          DeltackptError: nothing will come of it.
+        """
+        ...
+
+
+class Near:
+    """The holders near one stage; used by the thread that saves, and by the training thread."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        local: Root,
+        *,
+        extents: Extents | None = None,
+        neighbours: Holder | None = None,
+        part: int = 0,
+        parts: int = 1,
+        fsync: bool = True,
+    ):
+        """Asks nobody yet.
+
+        Args:
+          stage: of this process.
+          local: its checkpoint directory.
+          extents: those of the trainer.
+          neighbours: nodes that hold what its promoter gave them.
+          part: of which process of several that have a stage each.
+          parts: of how many such.
+          fsync: whether what comes back into the stage survives a power cut there.
+        """
+        self._stage = stage
+        self._local = local
+        self._extents = extents
+        self._neighbours = neighbours
+        self._part, self._parts = part, parts
+        self._fsync = fsync
+        #: Where saves that came back to the stage were held.
+        self._where: dict[SaveId, str] = {}
+        #: Bytes of the newest delta that was held.
+        self._delta_bytes = 0
+
+    @property
+    def _holders(self) -> list[Holder]:
+        """The nearest first."""
+        found: list[Holder | None] = [self._extents, self._neighbours]
+        return [one for one in found if one is not None]
+
+    def recall(self, root: str, state: State, old: Orders | None) -> None:
+        """Brings back what counts; see ``recall.recall``."""
+        if self._holders:
+            self._where |= recall.recall(
+                self._stage,
+                self._local,
+                self._holders,
+                root,
+                state,
+                old,
+                part=self._part,
+                parts=self._parts,
+                fsync=self._fsync,
+            )
+
+    def bring(self, wanted: Iterable[SaveId]) -> None:
+        """Brings saves into the stage, as far as they are held near it: the root is farther."""
+        missing = [*wanted] if self._holders else []
+        if not missing:
+            return
+        offers = recall.offered(self._holders, self._part)
+        held = {name.save_id for name, _ in offers}
+        for save_id in missing:
+            if save_id in held:
+                holder = recall.bring(self._local, save_id, offers, fsync=self._fsync)
+                if holder is not None:
+                    self._where[save_id] = holder
+
+    def held(self) -> set[SaveId]:
+        """Saves that can be brought back, as far as is known without reading them."""
+        return {name.save_id for name, _ in recall.offered(self._holders, self._part)}
+
+    def source_of(self, save_id: SaveId) -> str:
+        """Where a save that is in the stage was held before; the stage where it was made there."""
+        return self._where.get(save_id, "stage")
+
+    def hold(
+        self,
+        info: SaveInfo,
+        item: str,
+        orders: Orders,
+        *,
+        may_go: Callable[[SaveId], bool],
+        wait: Waiting,
+    ) -> None:
+        """Takes a save that was just committed into the extents, where there are any.
+
+        Args:
+          info: which save.
+          item: name of our item.
+          orders: under which it was made.
+          may_go: whether a save need not be held any more.
+          wait: called where nothing that is held may go.
+
+        Raises:
+          OptionError: the extents are too small for such saves.
+          StorageError: they refuse it.
+        """
+        extents = self._extents
+        if extents is None:
+            return
+        pack = pack_of(self._stage, info.save_id, item, orders)
+        if info.parent is None:
+            extents.require_room(pack.label.nbytes, self._delta_bytes)
+        else:
+            self._delta_bytes = pack.label.nbytes
+        while True:
+            try:
+                extents.hold(pack)
+                return
+            except ExtentsFull:
+                if not self._make_room(extents, may_go):
+                    wait()
+
+    def forget(self, save_ids: Collection[SaveId]) -> None:
+        """Lets saves go for good, which training went back behind; durable when it returns.
+
+        Neighbours let go of what is not in the stage.
+
+        Raises:
+          StorageError: the extents refuse.
+        """
+        if self._extents is not None and save_ids:
+            names = ((label, PackName.of(label.key)) for label in self._extents.labels())
+            gone = [label for label, name in names if name and name.save_id in save_ids]
+            self._extents.drop(gone)
+
+    def close(self) -> None:
+        """Ends what is open."""
+        for holder in self._holders:
+            holder.close()
+
+    def _make_room(self, extents: Extents, may_go: Callable[[SaveId], bool]) -> bool:
+        """Lets the oldest save go that may; says whether there was one."""
+        for name, label in reversed(packing.newest_first(extents.labels())):
+            if may_go(name.save_id):
+                extents.drop([label])
+                return True
+        return False
+
+
+def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePack:
+    """The pack of a save in a stage, under the orders that hold.
+
+    Raises:
+      Missing: it left the stage.
+      StorageError: it cannot be read.
+    """
+    step_dir = stage.steps / str(save_id.step)
+    contents = packing.contents_of(
+        step_dir,
+        save_id,
+        item,
+        epoch=orders.epoch,
+        era=orders.era,
+        goes_on=orders.era_from,
+        root=orders.url,
+        holder=orders.holder,
+        part=orders.process if orders.apart else 0,
+        parts=orders.processes if orders.apart else 1,
+    )
+    return FilePack(step_dir, contents)
+
+

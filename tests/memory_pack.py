@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs of made-up bytes, for tests of what holds packs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deltackpt.storage.crc import crc32c
+from deltackpt.tiers.packing import Label
+
+
+class MemoryPack:
+    """A pack whose bytes follow from its key and its length."""
+
+    def __init__(self, key: str, nbytes: int):
+        self.data = contents(key, nbytes)
+        self.label = Label(key, nbytes, crc32c(np.frombuffer(self.data, np.uint8)))
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See ``Pack``."""
+        out[:] = self.data[start : start + len(out)]
+
+
+def contents(key: str, nbytes: int) -> bytes:
+    """What a pack of that label holds."""
+    return np.random.default_rng(list(key.encode())).bytes(nbytes)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs: a save as one stream, and the same files again."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import google_crc32c
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt.errors import Damaged, StorageError
+from deltackpt.format.manifest import SaveId
+from deltackpt.reading import saves
+from deltackpt.storage import crc
+from deltackpt.storage.store import Missing, spot
+from deltackpt.tiers import packing
+from deltackpt.tiers.packing import Contents, FilePack, Label, PackName
+
+SAVE = SaveId("ab12", 7, 3)
+
+
+def test_sums_are_joined_as_if_all_had_been_read():
+    drawn = np.random.default_rng(0)
+    for first, second in ((0, 0), (1, 0), (0, 1), (5, 1000), (4097, 1 << 20), (1 << 20, 3)):
+        one, two = (drawn.integers(0, 256, count, np.uint8).tobytes() for count in (first, second))
+        whole = google_crc32c.value(one + two)
+        assert crc.joined(google_crc32c.value(one), google_crc32c.value(two), second) == whole
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def made(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def packed(folder: Path, save_id: SaveId = SAVE, epoch: int = 4, era: int = 1) -> FilePack:
+    contents = packing.contents_of(
+        folder,
+        save_id,
+        "embeddings",
+        epoch=epoch,
+        era=era,
+        goes_on=None,
+        root="s3://bucket/run",
+        holder="somebody",
+    )
+    return FilePack(folder, contents)
+
+
+class Held:
+    """A pack in memory."""
+
+    def __init__(self, pack: FilePack):
+        self.data = bytearray(pack.label.nbytes)
+        self.label = pack.label
+        pack.read_into(0, memoryview(self.data))
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        out[:] = self.data[start : start + len(out)]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory) -> Path:
+    """A base and its items, as a manager makes them."""
+    root = tmp_path_factory.mktemp("packing") / "run"
+    with deltackpt.CheckpointManager(
+        root, handlers={"embeddings": deltackpt.Tables(select="tables/*")}
+    ) as manager:
+        state = {
+            "tables": {"a": np.arange(4000, dtype=np.float32).reshape(-1, 4)},
+            "dense": np.ones(300_000, np.float32),
+        }
+        manager.save(7, state, metrics={"loss": 1.0})
+    return root / "7"
+
+
+def test_a_step_comes_out_of_its_pack_byte_for_byte(step, tmp_path):
+    held = Held(packed(step, saves.read_info(spot(step), "embeddings").save_id))
+    assert google_crc32c.value(bytes(held.data)) == held.label.crc32c
+    packing.unpack(held, held.label, tmp_path / "out", fsync=True)
+    assert tree(tmp_path / "out") == tree(step)
+
+
+@hypothesis.given(
+    lengths=st.lists(st.integers(0, 9000), max_size=6),
+    cuts=st.lists(st.integers(0, 40_000), max_size=8),
+)
+def test_any_ranges_of_a_pack_are_those_of_the_whole(tmp_path_factory, lengths, cuts):
+    folder = tmp_path_factory.mktemp("ranges")
+    drawn = np.random.default_rng(1)
+    for number, length in enumerate(lengths):
+        (folder / f"f{number}").write_bytes(drawn.integers(0, 256, length, np.uint8).tobytes())
+    pack = packed(folder)
+    whole = Held(pack).data
+    assert google_crc32c.value(bytes(whole)) == pack.label.crc32c
+    ends = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+    for start, end in zip(ends, ends[1:]):
+        piece = bytearray(end - start)
+        pack.read_into(start, memoryview(piece))
+        assert piece == whole[start:end]
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path):
+    folder = made(tmp_path / "7", {"a/b": b"some bytes", "c": b"", "d": bytes(range(200))})
+    pack = packed(folder)
+    for place in range(pack.label.nbytes):
+        held = Held(pack)
+        held.data[place] ^= 1 << place % 8
+        with pytest.raises(Damaged):
+            packing.unpack(held, held.label, tmp_path / f"out{place}", fsync=False)
+
+
+def test_a_pack_is_only_unpacked_under_its_name(tmp_path):
+    held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
+    other = Label(PackName.of(held.label.key)._replace(step=8).key, *held.label[1:])
+    with pytest.raises(Damaged, match="the pack of that name"):
+        packing.unpack(held, other, tmp_path / "out", fsync=False)
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", "a//b"])
+def test_no_name_in_a_pack_leads_out_of_it(tmp_path, name):
+    pack = packed(made(tmp_path / "7", {"a": b"1"}))
+    contents = packing.read_contents(Held(pack), pack.label)[0]
+    (digest,) = contents.files.values()
+    hostile = FilePack(tmp_path, dataclasses.replace(contents, files={name: digest}))
+    head = hostile._head
+    held = Held(pack)
+    held.data[:] = head + b"1"
+    with pytest.raises(Damaged):
+        packing.unpack(held, hostile.label, tmp_path / "out", fsync=False)
+
+
+def test_a_step_that_leaves_while_it_is_packed_is_missing(tmp_path):
+    folder = made(tmp_path / "7", {"a": b"1" * 100})
+    pack = packed(folder)
+    (folder / "a").unlink()
+    with pytest.raises(Missing):
+        Held(pack)
+    with pytest.raises(Missing):
+        packed(tmp_path / "8")
+
+
+def test_a_file_that_was_cut_is_damage(tmp_path):
+    folder = made(tmp_path / "7", {"a": b"1" * 100})
+    pack = packed(folder)
+    (folder / "a").write_bytes(b"1" * 99)
+    with pytest.raises(Damaged, match="1 more bytes"):
+        Held(pack)
+
+
+def test_a_pack_that_cannot_be_written_says_so(tmp_path):
+    held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(StorageError, match="unpack a save"):
+        packing.unpack(held, held.label, tmp_path / "out", fsync=False)
+
+
+def test_keys_name_saves_and_the_newest_comes_first():
+    names = [
+        PackName("ab12", 1, 5, 2, 0, 0),
+        PackName("ab12", 0, 4, 2, 1, 0),
+        PackName("cd34", 0, 9, 1, 3, 0),
+    ]
+    labels = [Label(name.key, 1, 0) for name in names]
+    found = packing.newest_first([*labels, Label("no key", 1, 0)])
+    assert [name for name, _ in found] == [names[1], names[0], names[2]]
+    assert [name.save_id for name in names] == [
+        SaveId("ab12", 5, 1),
+        SaveId("ab12", 4, 0),
+        SaveId("cd34", 9, 0),
+    ]
+
+
+def test_contents_say_when_and_under_which_root(tmp_path):
+    held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
+    found, start = packing.read_contents(held, held.label)
+    assert isinstance(found, Contents) and found.name.moment == (4, 1)
+    assert (found.root, found.holder, found.save_id) == ("s3://bucket/run", "somebody", SAVE)
+    assert held.label.nbytes - start == 1

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the saves that are held near a lost stage come back: those that training goes on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import types
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.entries import Claim, Entry, State
+from deltackpt.ledger.lease import Lease
+from deltackpt.tiers import recall
+from deltackpt.tiers.packing import Contents
+from deltackpt.tiers.stage import Orders
+
+
+def claim(epoch: int, holder: str, *, began: bool = False, goes_on: SaveId | None = None) -> Claim:
+    lease = Lease(epoch=epoch, holder=holder, host="host", pid=1, since_secs=0.0)
+    return Claim(lease=lease, began=began, goes_on=goes_on)
+
+
+@dataclasses.dataclass
+class History:
+    """What trainers did, and what every moment of it knew."""
+
+    drawn: random.Random
+    claims: list[Claim] = dataclasses.field(default_factory=list)
+    packs: list[Contents] = dataclasses.field(default_factory=list)
+    #: What training stands on now, oldest first; and so for each moment that made something.
+    line: list[SaveId] = dataclasses.field(default_factory=list)
+    lines: dict[tuple[int, int], list[SaveId]] = dataclasses.field(default_factory=dict)
+    at_root: int = 0
+    run: str = ""
+    runs: int = 0
+    era: int = 0
+    goes_on: SaveId | None = None
+    attempt: int = 0
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        return len(self.claims), self.era
+
+    def take_over(self) -> None:
+        """Another trainer takes the root and restores what is newest, or an older step."""
+        self.claims.append(claim(len(self.claims) + 1, f"holder{len(self.claims)}"))
+        self.era = 0
+        self._go_on(self.drawn.randint(self.at_root, len(self.line)))
+
+    def go_back(self) -> None:
+        """The same trainer restores an older step."""
+        kept = self.drawn.randint(self.at_root, len(self.line))
+        if kept < len(self.line):
+            self.era += 1
+        self._go_on(kept)
+
+    def _go_on(self, kept: int) -> None:
+        self.line = self.line[:kept]
+        self.goes_on = self.line[-1] if self.line else None
+        self.runs += 1
+        self.run = f"run{self.runs}"
+
+    def save(self) -> None:
+        if not self.claims:
+            self.take_over()
+        newest = self.claims[-1]
+        if not newest.began:
+            self.claims[-1] = dataclasses.replace(newest, began=True, goes_on=self.goes_on)
+        self.attempt += 1
+        step = (self.line[-1].step if self.line else 0) + self.drawn.randint(1, 3)
+        save_id = SaveId(self.run, step, self.attempt)
+        self.line.append(save_id)
+        self.lines[self.moment] = [*self.line]
+        self.packs.append(
+            Contents(
+                save_id=save_id,
+                epoch=self.moment[0],
+                era=self.era,
+                goes_on=self.goes_on,
+                root="s3://bucket/run",
+                holder=self.claims[-1].lease.holder,
+                part=0,
+                parts=1,
+                files={},
+            )
+        )
+
+    def promote(self) -> None:
+        self.at_root = self.drawn.randint(self.at_root, len(self.line))
+
+    def state(self) -> State:
+        entry = types.SimpleNamespace(claims=tuple(self.claims))
+        return State(entry=_as_entry(entry), standings={}, pages={})
+
+    def waiting(self) -> list[Contents]:
+        root = {*self.line[: self.at_root]}
+        return [one for one in self.packs if one.save_id not in root]
+
+
+def _as_entry(found: Any) -> Entry:
+    return dataclasses.replace(Entry(), claims=found.claims)
+
+
+STEPS = st.lists(
+    st.sampled_from(["save", "save", "save", "take_over", "go_back", "promote"]), max_size=25
+)
+
+
+@hypothesis.settings(max_examples=500)
+@hypothesis.given(steps=STEPS, seed=st.integers(0, 1 << 32))
+def test_what_training_stands_on_comes_back_and_nothing_that_it_left(steps, seed):
+    history = History(random.Random(seed))
+    for step in steps:
+        if history.claims or step in ("save", "take_over"):
+            getattr(history, step)()
+    packs = history.waiting()
+    verdict = recall.judge(packs, history.state(), None)
+    counting = {one.save_id for one in verdict.counting}
+    assert counting | {one.save_id for one, _ in verdict.orphans} == {one.save_id for one in packs}
+    # What the newest moment stood on of which there is any trace: its own saves, or its claim.
+    if packs:
+        traces = {one.name.moment for one in packs} & history.lines.keys()
+        traces |= {(one.lease.epoch, 0) for one in history.claims if one.began}
+        newest = max(moment for moment in traces if moment in history.lines)
+        expected = {*history.lines[newest]} & {one.save_id for one in packs}
+        assert counting == expected
+
+
+@hypothesis.given(steps=STEPS, seed=st.integers(0, 1 << 32), lost=st.integers(0, 1 << 32))
+def test_lost_packs_never_bring_back_what_training_left(steps, seed, lost):
+    history = History(random.Random(seed))
+    for step in steps:
+        if history.claims or step in ("save", "take_over"):
+            getattr(history, step)()
+    drawn = random.Random(lost)
+    packs = [one for one in history.waiting() if drawn.random() < 0.7]
+    verdict = recall.judge(packs, history.state(), None)
+    traces = [one.name.moment for one in packs]
+    traces += [(one.lease.epoch, 0) for one in history.claims if one.began]
+    if traces:
+        line = history.lines[max(moment for moment in traces if moment in history.lines)]
+        assert {one.save_id for one in verdict.counting} <= {*line}
+
+
+def one_pack(**changes: Any) -> Contents:
+    history = History(random.Random(0))
+    history.save()
+    return dataclasses.replace(history.packs[0], **changes)
+
+
+def state_of(*claims: Claim) -> State:
+    return State(entry=_as_entry(types.SimpleNamespace(claims=claims)), standings={}, pages={})
+
+
+def test_packs_of_another_root_under_the_url_do_not_count():
+    pack = one_pack()
+    verdict = recall.judge([pack], state_of(claim(1, "somebody else")), None)
+    assert verdict.counting == () and "another root" in verdict.orphans[0][1]
+    assert recall.judge([pack], state_of(), None).counting == ()
+
+
+def test_a_stage_that_is_there_says_that_training_went_back():
+    pack = one_pack()
+    orders = Orders(
+        number=1, stage="", url="", endpoint=None, item="", epoch=1, began=True, era=1, era_from=None
+    )
+    verdict = recall.judge([pack], state_of(claim(1, pack.holder, began=True)), orders)
+    assert verdict.counting == () and "era 1" in verdict.orphans[0][1]
+
+
+def test_hostile_packs_that_go_on_from_each_other_end():
+    first = one_pack(save_id=SaveId("a", 1, 1), epoch=2, goes_on=SaveId("b", 2, 1))
+    second = one_pack(save_id=SaveId("b", 2, 1), epoch=3, goes_on=SaveId("a", 1, 1))
+    third = one_pack(save_id=SaveId("c", 3, 1), epoch=1)
+    claims = [claim(epoch, first.holder) for epoch in (1, 2, 3)]
+    found = recall.judge([first, second, third], state_of(*claims), None)
+    assert third.save_id not in {one.save_id for one in found.counting}
