@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import ipaddress
 import selectors
 import socket
@@ -47,6 +48,10 @@ _BEARER = "Bearer "
 #: What would be another request than the one that is understood.
 _NOT_TAKEN = frozenset(
     {"if-match", "if-unmodified-since", "content-range", "content-encoding", "upgrade", "trailer"}
+)
+#: What a file system says of a name that it will never take.
+_LASTING = frozenset(
+    {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EROFS}
 )
 
 
@@ -493,4 +498,6 @@ def _refusals(*, closes: bool = False) -> Iterator[None]:
     except OutOfSpace as error:
         raise _Refusal("507 Insufficient Storage", closes=closes) from error
     except StorageError as error:
-        raise _Refusal("500 Internal Server Error", closes=closes) from error
+        lasts = isinstance(error.__cause__, OSError) and error.__cause__.errno in _LASTING
+        line = "409 Conflict" if lasts else "500 Internal Server Error"
+        raise _Refusal(line, closes=closes) from error

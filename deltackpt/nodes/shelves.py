@@ -149,7 +149,7 @@ class MemoryShelf:
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
-                raise Missing(key, "no such object")
+                raise Missing(key)
             block.readers += 1
             return _FromMemory(self, block)
 

@@ -9,19 +9,18 @@ is named, and nobody waits for it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import re
 import socket
-import struct
 import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.storage import wire
+from deltackpt.storage.channel import ASKED_FIRST_BYTES, Answer, Channel, Dropped, Wanted
 from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import (
     DEADLINE_SECS,
@@ -41,18 +40,9 @@ _CONNECT_SECS = 10.0
 #: How often a request is sent again that was dropped without an answer, as where others crowd in.
 _TRIES = 5
 _PAUSE_SECS = 0.02
-#: Sent only once the server has said that there is room: less fits into its buffers anyhow.
-_ASKED_FIRST_BYTES = 1 << 16
-_PIECE_BYTES = 1 << 20
-#: Buffers of one system call.
-_MOST_PARTS = 512
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+)):([0-9]{1,5})")
 #: Statuses after which the same request may succeed.
 _BUSY = frozenset({"408", "429", "500", "503", "504"})
-
-
-class _Dropped(OSError):
-    """The connection ended before anything was answered."""
 
 
 class Node:
@@ -69,14 +59,13 @@ class Node:
         Raises:
           OptionError: the address is none.
         """
-        found = _ADDRESS.fullmatch(address)
-        if found is None or not 0 < int(found[3]) < 1 << 16:
-            raise OptionError(f"{address}: expected the address of a node as host:port; write that")
         self.address = address
-        self._at = found[1] or found[2], int(found[3])
+        self._at = _checked(address)
         self._token = token
         self._deadline_secs = deadline_secs
         self._kept: list[tuple[float, socket.socket]] = []
+        # A store is closed by nobody.
+        weakref.finalize(self, _close, self._kept)
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -115,7 +104,7 @@ class Node:
             self._check(key, first, wanted, length, whole=whole)
             start = first
         if wanted:
-            asked = _Wanted(start, [part.cast("B") for part in parts], whole)
+            asked = Wanted(start, [part.cast("B") for part in parts], whole)
             span = [("Range", f"bytes={start}-{start + wanted - 1}")]
             self._ask("GET", self._target(key), f"read {key}", fields=span, wanted=asked)
 
@@ -175,9 +164,7 @@ class Node:
         """Closes the connections that are kept."""
         with self._lock:
             self._is_closed = True
-            kept, self._kept = self._kept, []
-        for _, connection in kept:
-            connection.close()
+            _close(self._kept)
 
     def _head(self, key: str) -> wire.Head:
         return self._ask("HEAD", self._target(key), f"read {key}").head
@@ -205,8 +192,8 @@ class Node:
         *,
         fields: Sequence[tuple[str, object]] = (),
         body: Sequence[memoryview] = (),
-        wanted: _Wanted | None = None,
-    ) -> _Answer:
+        wanted: Wanted | None = None,
+    ) -> Answer:
         """Sends a request; returns what was answered.
 
         Raises:
@@ -218,7 +205,7 @@ class Node:
         sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
         if method == "PUT":
             sent.append(("Content-Length", nbytes))
-            if nbytes > _ASKED_FIRST_BYTES:
+            if nbytes > ASKED_FIRST_BYTES:
                 sent.append(("Expect", "100-continue"))
         head = wire.head(f"{method} {target} HTTP/1.1", sent)
         for left in reversed(range(_TRIES)):
@@ -226,7 +213,7 @@ class Node:
                 with self._connection(ends_at) as channel:
                     answer = channel.asked(method, head, body, wanted)
                 break
-            except _Dropped as error:
+            except Dropped as error:
                 pause = _PAUSE_SECS * 2 ** (_TRIES - left)
                 if not left or time.monotonic() + pause > ends_at:
                     raise self._gone(action, error) from error
@@ -240,14 +227,14 @@ class Node:
         self._raise_for(answer, key, action, wanted)
         return answer
 
-    def _raise_for(self, answer: _Answer, key: str, action: str, wanted: _Wanted | None) -> None:
+    def _raise_for(self, answer: Answer, key: str, action: str, wanted: Wanted | None) -> None:
         status = answer.head.first[0]
         if status in ("200", "201", "206"):
             if wanted is not None and answer.total is not None:
                 self._check(key, wanted.start, wanted.nbytes, answer.total, whole=wanted.whole)
             return
         if status == "404":
-            raise Missing(f"{self.address}/{key}", "no such object")
+            raise Missing(f"{self.address}/{key}")
         if status == "412":
             raise Exists(
                 f"{self.address}/{key}: expected nothing there, found an object; read who put it "
@@ -275,7 +262,7 @@ class Node:
         )
 
     @contextlib.contextmanager
-    def _connection(self, ends_at: float) -> Iterator[_Channel]:
+    def _connection(self, ends_at: float) -> Iterator[Channel]:
         """A connection, which is kept where it may be used again."""
         connection = self._take()
         if connection is None:
@@ -283,7 +270,7 @@ class Node:
             connection = socket.create_connection(self._at, max(0.001, within))
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = _Channel(connection, ends_at)
+        channel = Channel(connection, ends_at)
         try:
             yield channel
         finally:
@@ -306,187 +293,9 @@ class Node:
             connection.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """What part of an object goes where.
-
-    Attributes:
-      start: first byte.
-      parts: what they fill.
-      whole: the object must end where they do.
-    """
-
-    start: int
-    parts: list[memoryview]
-    whole: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Of all parts."""
-        return sum(part.nbytes for part in self.parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    """What was answered.
-
-    Attributes:
-      head: without the body.
-      body: where it did not go into parts.
-      total: bytes of the whole object, where a part was asked for.
-    """
-
-    head: wire.Head
-    body: bytes = b""
-    total: int | None = None
-
-
-class _Channel:
-    """One request and its answer on a connection.
-
-    Attributes:
-      is_clean: whether another request may follow.
-    """
-
-    def __init__(self, connection: socket.socket, ends_at: float):
-        self._connection = connection
-        self._ends_at = ends_at
-        self._begun = b""
-        self.is_clean = False
-
-    def asked(
-        self, method: str, head: bytes, body: Sequence[memoryview], wanted: _Wanted | None
-    ) -> _Answer:
-        """Sends a request, and takes its answer.
-
-        Raises:
-          _Dropped: the connection ended before an answer.
-          TimeoutError, OSError: it ended, or took too long.
-          wire.Malformed: what came is no answer.
-        """
-        nbytes = sum(part.nbytes for part in body)
-        refused = None
-        try:
-            if nbytes > _ASKED_FIRST_BYTES:
-                self._send([memoryview(head)])
-                found = self._head()
-                if found.first[0] != "100":
-                    refused = found
-                else:
-                    self._send(body)
-            else:
-                self._send([memoryview(head), *body])
-        except (BrokenPipeError, ConnectionResetError) as error:
-            # It may have been refused before it was read to its end.
-            with contextlib.suppress(OSError):
-                refused = self._head()
-            if refused is None:
-                raise _Dropped(error.errno, error.strerror) from error
-        found = refused or self._head()
-        answer = self._taken(method, found, wanted)
-        closes = found.fields.get("connection", "").lower() == "close"
-        self.is_clean = self.is_clean and refused is None and not closes and not self._begun
-        return answer
-
-    def _taken(self, method: str, found: wire.Head, wanted: _Wanted | None) -> _Answer:
-        """The answer with its body; one that is not what was asked for is left where it is."""
-        nbytes = found.nbytes
-        if nbytes is None:
-            raise wire.Malformed("no length")
-        status = found.first[0]
-        if method == "HEAD":
-            self.is_clean = True
-            return _Answer(found)
-        if wanted is None:
-            body = bytearray(nbytes)
-            self._fill([memoryview(body)])
-            self.is_clean = True
-            return _Answer(found, bytes(body))
-        total = None
-        if status == "416":
-            total = _total_outside(found.fields.get("content-range", ""))
-        elif status == "206":
-            first, stop, total = wire.content_range(found.fields.get("content-range", ""))
-            if first != wanted.start or stop - first != nbytes or nbytes > wanted.nbytes:
-                raise wire.Malformed("another range than was asked for")
-        elif status == "200":
-            raise wire.Malformed("no range")
-        if status == "206" and nbytes == wanted.nbytes:
-            self._fill(wanted.parts)
-            self.is_clean = True
-        else:
-            self.is_clean = nbytes == 0
-        return _Answer(found, total=total)
-
-    def _head(self) -> wire.Head:
-        found = self._begun
-        while wire.HEAD_END not in found:
-            if len(found) >= wire.MOST_HEAD_BYTES:
-                raise wire.Malformed("too long a head")
-            self._bound(socket.SO_RCVTIMEO)
-            try:
-                some = self._connection.recv(wire.MOST_HEAD_BYTES)
-            except BlockingIOError as error:
-                raise TimeoutError from error
-            except ConnectionResetError as error:
-                raise _Dropped(error.errno, error.strerror) from error
-            if not some:
-                raise _Dropped(0, "the connection was closed without an answer")
-            found += some
-        head, _, self._begun = found.partition(wire.HEAD_END)
-        return wire.answer(head)
-
-    def _send(self, parts: Sequence[memoryview]) -> None:
-        left = [part for part in parts if part.nbytes]
-        while left:
-            some, room = [], _PIECE_BYTES
-            for part in left[:_MOST_PARTS]:
-                some.append(part[:room])
-                room -= some[-1].nbytes
-                if not room:
-                    break
-            self._bound(socket.SO_SNDTIMEO)
-            try:
-                sent = self._connection.sendmsg(some)
-            except BlockingIOError as error:
-                raise TimeoutError from error
-            while left and sent >= left[0].nbytes:
-                sent -= left.pop(0).nbytes
-            if sent:
-                left[0] = left[0][sent:]
-
-    def _fill(self, parts: Sequence[memoryview]) -> None:
-        for part in parts:
-            begun = self._begun[: part.nbytes]
-            part[: len(begun)] = begun
-            self._begun = self._begun[len(begun) :]
-            left = part[len(begun) :]
-            while left:
-                self._bound(socket.SO_RCVTIMEO)
-                piece = min(_PIECE_BYTES, left.nbytes)
-                try:
-                    count = self._connection.recv_into(left, piece, socket.MSG_WAITALL)
-                except BlockingIOError as error:
-                    raise TimeoutError from error
-                if not count:
-                    raise ConnectionError("the connection was closed in an answer")
-                left = left[count:]
-
-    def _bound(self, way: int) -> None:
-        """Bounds the next call by what is left of the time."""
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        whole = math.floor(left)
-        limit = struct.pack("ll", whole, max(1, int((left - whole) * 1e6)))
-        self._connection.setsockopt(socket.SOL_SOCKET, way, limit)
-
-
-def _total_outside(text: str) -> int:
-    found = re.fullmatch(r"bytes \*/([0-9]{1,18})", text)
-    if found is None:
-        raise wire.Malformed("Content-Range")
-    return int(found[1])
+def _close(kept: list[tuple[float, socket.socket]]) -> None:
+    while kept:
+        kept.pop()[1].close()
 
 
 class NodesStore:
@@ -576,15 +385,28 @@ class NodesStore:
         return self._nodes[ranked(self._inside + key, [*self._nodes])[0]]
 
 
-def check_token(found: str | None, url: str) -> str:
-    """The token of a store of nodes.
+def addresses_of(text: str) -> list[str]:
+    """The nodes that a URL names, "host:port,host:port", each once and in one order.
 
     Raises:
-      Refused: there is none.
+      OptionError: there are none, or one is no address.
     """
-    if not found:
-        raise Refused(
-            f"{url}: expected the token of the nodes in DELTACKPT_NODES_TOKEN, found none; set it "
-            "to what 'deltackpt node-store' was started with"
+    found = text.split(",")
+    for address in found:
+        _checked(address)
+    if len({*found}) != len(found):
+        raise OptionError(f"nodes://{text}: expected each node once, found one twice; leave it out")
+    return sorted(found)
+
+
+def _checked(address: str) -> tuple[str, int]:
+    """Host and port of an address."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        # What stands before an "@" may be a secret.
+        shown = "..." if "@" in address else address
+        raise OptionError(
+            f"nodes://{shown}: expected the address of a node as host:port, found another thing; "
+            "write that, several of them with commas"
         )
-    return found
+    return found[1] or found[2], int(found[3])
