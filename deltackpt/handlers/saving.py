@@ -278,7 +278,7 @@ class Saver:
         except BaseException:
             _release(planned.items)  # Not all of them were come to.
             raise
-        run.held.committed(int(planned.final.name))
+        run.held.committed()
         if run.among.index == 0:
             try:
                 # Asked after the commit, which the policy counts.

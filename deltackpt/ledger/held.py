@@ -128,7 +128,7 @@ class Held(Steps, abc.ABC):
     def give_up(self) -> None:
         """No save waits for room any more: the manager is closed."""
 
-    def committed(self, step: int) -> None:
+    def committed(self) -> None:
         """A step has been made visible in ``path``; called in the background of its save.
 
         Raises:

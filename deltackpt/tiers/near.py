@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+from deltackpt.errors import OutOfSpace
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.tiers import packing, recall
-from deltackpt.tiers.extents import Extents, ExtentsFull
+from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import FilePack, Holder, PackName
 from deltackpt.tiers.stage import Orders, Stage
 
@@ -42,7 +43,7 @@ class Near:
         stage: Stage,
         local: Root,
         *,
-        extents: Extents | None = None,
+        extents: ExtentFile | None = None,
         neighbours: Holder | None = None,
         part: int = 0,
         parts: int = 1,
@@ -114,39 +115,57 @@ class Near:
 
     def hold(
         self,
-        info: SaveInfo,
+        infos: Iterable[SaveInfo],
         item: str,
         orders: Orders,
         *,
         may_go: Callable[[SaveId], bool],
         wait: Waiting,
     ) -> None:
-        """Takes a save that was just committed into the extents, where there are any.
+        """Takes the saves of the stage into the extents that are not there, where there are any.
+
+        Older ones first: one that was refused before is a parent of those after it.
 
         Args:
-          info: which save.
+          infos: the saves in the stage.
           item: name of our item.
-          orders: under which it was made.
-          may_go: whether a save need not be held any more.
+          orders: under which they stand.
+          may_go: whether a save need not be held, or not any more.
           wait: called where nothing that is held may go.
 
         Raises:
           OptionError: the extents are too small for such saves.
+          Damaged: a save is not what was written.
           StorageError: they refuse it.
         """
         extents = self._extents
         if extents is None:
             return
-        pack = pack_of(self._stage, info.save_id, item, orders)
-        if info.parent is None:
-            extents.require_room(pack.label.nbytes, self._delta_bytes)
-        else:
-            self._delta_bytes = pack.label.nbytes
+        named = (PackName.of(label.key) for label in extents.labels())
+        held = {name.save_id for name in named if name is not None}
+        *older, newest = sorted(infos, key=lambda one: one.save_id.step)
+        for info in (*(one for one in older if not may_go(one.save_id)), newest):
+            if info.save_id in held:
+                continue
+            pack = pack_of(self._stage, info.save_id, item, orders)
+            if info.parent is None:
+                extents.require_room(pack.label.nbytes, self._delta_bytes)
+            else:
+                self._delta_bytes = pack.label.nbytes
+            self._hold(extents, pack, may_go, wait)
+
+    def _hold(
+        self,
+        extents: ExtentFile,
+        pack: FilePack,
+        may_go: Callable[[SaveId], bool],
+        wait: Waiting,
+    ) -> None:
         while True:
             try:
                 extents.hold(pack)
                 return
-            except ExtentsFull:
+            except OutOfSpace:
                 if not self._make_room(extents, may_go):
                     wait()
 
@@ -168,7 +187,7 @@ class Near:
         for holder in self._holders:
             holder.close()
 
-    def _make_room(self, extents: Extents, may_go: Callable[[SaveId], bool]) -> bool:
+    def _make_room(self, extents: ExtentFile, may_go: Callable[[SaveId], bool]) -> bool:
         """Lets the oldest save go that may; says whether there was one."""
         for name, label in reversed(packing.newest_first(extents.labels())):
             if may_go(name.save_id):

@@ -21,7 +21,7 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
 from deltackpt.storage import buckets, files
-from deltackpt.tiers.extents import Extents
+from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.near import Near
 from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
@@ -191,9 +191,9 @@ def _near(
     held, neighbours = None, None
     if tiers.extents is not None:
         folder = Path(tiers.extents.directory).absolute()
-        held = Extents(
+        held = ExtentFile(
             folder if tiers.shared else folder / f"process-{process}",
-            tiers.extents.nbytes,
+            nbytes=tiers.extents.nbytes,
             extent_bytes=tiers.extents.extent_bytes,
         )
     if tiers.neighbours is None:

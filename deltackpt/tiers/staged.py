@@ -486,15 +486,14 @@ class StagedRoot(Held):
         """See ``Held``."""
         self._given_up.set()
 
-    def committed(self, step: int) -> None:
+    def committed(self) -> None:
         """See ``Held``."""
         self._start()
         self._running.wake()
-        info = self._local.saves().get(step)
-        if info is not None:
-            self._near.hold(
-                info, self.item, self._orders, may_go=self._may_go, wait=self._wait_for_root
-            )
+        infos = [info for info in self._local.saves().values() if info is not None]
+        self._near.hold(
+            infos, self.item, self._orders, may_go=self._may_go, wait=self._wait_for_root
+        )
 
     def _may_go(self, save_id: SaveId) -> bool:
         """Whether extents need not hold a save: it is at the root, or left the stage on purpose."""

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage in memory with extents beside it: what a power cut takes from the stage comes back."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import servers
+from test_tiers import Node, same, staged, without_promoter
+
+import deltackpt
+from deltackpt import Extents
+from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
+from deltackpt.options import Tiers, Timeouts
+
+EXTENT = 64 << 10
+_numbers = itertools.count()
+
+
+class ExtentNode(Node):
+    """A machine whose stage is lost with its power, and whose extents are not."""
+
+    def manager(self, **options: Any) -> deltackpt.CheckpointManager:
+        given = Extents(directory=str(self.extents), nbytes=40 * EXTENT, extent_bytes=EXTENT)
+        return super().manager(**{"extents": given, "wait_for": "stage", **options})
+
+    @property
+    def extents(self) -> Path:
+        return self.stage.path.with_name(f"{self.stage.path.name}-extents")
+
+    def cut_power(self) -> None:
+        """Nothing of what is in memory stays."""
+        shutil.rmtree(self.stage.path)
+
+    def begin_anew(self) -> None:
+        self.begin(99)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory) -> Iterator[servers.Server]:
+    with servers.s3(tmp_path_factory.mktemp("server")) as found:
+        with servers.environment_of(found):
+            yield found
+
+
+@pytest.fixture
+def node(s3, tmp_path) -> Iterator[Callable[[], ExtentNode]]:
+    url = s3.bucket(f"extents{next(_numbers)}") + "/some/run"
+    made = (ExtentNode(url, s3.endpoint, tmp_path / f"node{number}") for number in range(9))
+    yield lambda: next(made)
+
+
+def test_what_never_came_to_the_root_is_restored_after_a_power_cut(node, monkeypatch):
+    one = node()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            for step in range(4):
+                one.save(manager, step, metrics={"loss": float(step)})
+            manager.wait()
+    one.cut_power()
+    expected = one.held()
+    one.begin_anew()
+    with one.manager(wait_for="root") as manager:
+        found = one.restore(manager)
+        assert (found.step, found.source) == (3, ("extents",) * 4)
+        assert same(one.held(), expected)
+        one.save(manager, 4)
+        manager.wait()
+        assert one.root() == [0, 1, 2, 3, 4]
+        assert manager.restore(4, jax.eval_shape(lambda: one.state)).source == (
+            *("extents",) * 4,
+            "stage",
+        )
+
+
+def test_what_is_at_the_root_is_read_near_where_the_stage_is_lost(node):
+    one = node()
+    with one.manager(wait_for="root") as manager:
+        for step in range(3):
+            one.save(manager, step)
+    expected = one.held()
+    one.cut_power()
+    with one.manager() as manager:
+        assert one.restore(manager).source == ("extents",) * 3
+        assert same(one.held(), expected)
+    one.cut_power()
+    shutil.rmtree(one.extents)
+    with one.manager() as manager:
+        assert one.restore(manager).source == ("root",) * 3
+        assert same(one.held(), expected)
+
+
+def test_what_training_went_back_behind_does_not_come_back(node, monkeypatch):
+    one = node()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            for step in range(4):
+                one.save(manager, step)
+            one.restore(manager, 1)
+            with pytest.warns(UserWarning, match="rolled-back"):
+                one.save(manager, 2)
+            manager.wait()
+        expected = one.held()
+        one.cut_power()
+        with one.manager() as manager:
+            assert manager.all_steps() == [0, 1, 2]
+            one.restore(manager)
+            assert same(one.held(), expected)
+            one.restore(manager, 0)
+            with pytest.warns(UserWarning, match="rolled-back"):
+                one.save(manager, 1)
+            manager.wait()
+        expected = one.held()
+        one.cut_power()
+        with one.manager() as manager:
+            assert manager.all_steps() == [0, 1]
+            one.restore(manager)
+            assert same(one.held(), expected)
+
+
+def test_what_others_went_on_without_is_moved_aside(node, monkeypatch):
+    one, two = node(), node()
+    with one.manager(wait_for="root") as manager:
+        one.save(manager, 0)
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            one.restore(manager)
+            one.save(manager, 1)
+    with two.manager(wait_for="root") as manager:
+        two.restore(manager)
+        two.save(manager, 2)
+    one.cut_power()
+    with pytest.warns(UserWarning, match="step 1 does not count, since training went on without"):
+        manager = one.manager()
+    with manager:
+        assert sorted(manager.all_steps()) == [0, 2]
+        assert len([*one.stage.path.glob("aside/*/1/*/embeddings")]) == 1
+    one.cut_power()
+    with one.manager() as manager:  # It is held no more.
+        assert sorted(manager.all_steps()) == [0, 2]
+
+
+def test_a_damaged_copy_in_the_stage_is_read_from_the_extents(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+        manager.wait()
+        for path in (one.stage.steps / "1").rglob("*"):
+            if path.is_file() and path.name != "manifest.0.msgpack":
+                path.write_bytes(b"altered")
+        expected = one.held()
+        with pytest.warns(UserWarning, match="step 1 is damaged in the stage"):
+            found = one.restore(manager)
+        assert (found.step, found.source) == (2, ("stage", "extents", "stage"))
+        assert same(one.held(), expected)
+
+
+def test_full_extents_let_go_of_what_is_at_the_root_first(node):
+    one = node()
+    small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
+    with one.manager(extents=small, wait_for="root") as manager:
+        for step in range(30):
+            one.save(manager, step)
+        manager.wait()
+        held = staged(manager)._near.held()
+        assert len(held) <= 12 and max(one.step for one in held) == 29
+        expected = one.held()
+    one.cut_power()
+    with one.manager(extents=small) as manager:
+        found = one.restore(manager)
+        assert found.step == 29 and set(found.source) == {"root", "extents"}
+        assert same(one.held(), expected)
+
+
+def test_full_extents_wait_for_the_root_until_the_manager_is_closed(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
+    manager = one.manager(extents=small, timeouts=Timeouts(close_secs=1.0))
+    for step in range(12):
+        one.save(manager, step)
+    manager.wait()
+    one.save(manager, 12)
+    with pytest.raises(WaitTimeout):
+        manager.close()
+    assert one.local() == [*range(13)]
+
+
+def test_extents_that_are_too_small_are_refused_at_the_first_base(node, monkeypatch):
+    one = node()
+    one.state["tables"]["words"] = jnp.zeros((60_000, 4), jnp.float32)
+    one.touched = deltackpt.touched.init(one.state["tables"])
+    small = Extents(directory=str(one.extents), nbytes=16 * EXTENT, extent_bytes=EXTENT)
+    without_promoter(monkeypatch)
+    manager = one.manager(extents=small)
+    manager.save(0, one.state, touched=one.touched)
+    with pytest.raises(SaveFailed, match="two bases of .* and four deltas"):
+        manager.wait()
+    manager.close()
+
+
+def test_extents_are_of_one_root_and_of_one_trainer(node, s3, tmp_path, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        one.save(manager, 0)
+        other = ExtentNode(s3.bucket("of-another-root") + "/run", s3.endpoint, one.stage.path)
+        shared = Extents(directory=str(one.extents), nbytes=40 * EXTENT, extent_bytes=EXTENT)
+        other.stage = type(one.stage)(tmp_path / "elsewhere")
+        with pytest.raises(InUse):
+            other.manager(extents=shared)
+    with pytest.raises(OptionError, match="hold saves of s3://extents"):
+        other.manager(extents=shared)
+    with one.manager() as manager:
+        one.restore(manager)
+
+
+def test_a_refusal_of_the_extents_is_a_failed_save_and_loses_no_row(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+
+        def refuse(self, pack):
+            raise StorageError("extents: expected to write, found an input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
+            one.save(manager, 1)
+            with pytest.raises(SaveFailed, match="input/output error"):
+                manager.wait()
+        one.save(manager, 2)
+        manager.wait()
+    one.cut_power()
+    expected = one.held()
+    with one.manager() as manager:
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
+
+
+def test_bad_extents_are_refused_by_name():
+    for wrong, match in (
+        ({"nbytes": 5 << 20, "extent_bytes": 1 << 20}, "Extents.nbytes"),
+        ({"nbytes": 1 << 30, "extent_bytes": 5000}, "Extents.extent_bytes"),
+        ({"nbytes": 1 << 30, "extent_bytes": 4096}, "Extents.extent_bytes"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            Extents(directory="/nowhere", **wrong)
+    with pytest.raises(OptionError, match=r"Tiers.extents: expected a deltackpt.Extents"):
+        Tiers(extents="/nvme/extents")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match=r"Tiers.neighbours: expected a deltackpt.Copies or"):
+        Tiers(neighbours=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match="neighbours to wait for"):
+        Tiers(wait_for="neighbours")
+
+
+def test_the_rows_of_both_tiers_are_the_same_bits(node):
+    one = node()
+    with one.manager(wait_for="root") as manager:
+        one.save(manager, 0)
+        one.save(manager, 1)
+    one.cut_power()
+    with one.manager() as manager:
+        near = one.restore(manager)
+    one.cut_power()
+    shutil.rmtree(one.extents)
+    with one.manager() as manager:
+        far = one.restore(manager)
+    for left, right in zip(jax.tree.leaves(near.state), jax.tree.leaves(far.state), strict=True):
+        assert np.array_equal(np.asarray(left), np.asarray(right))
