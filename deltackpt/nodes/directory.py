@@ -190,12 +190,13 @@ class _InFile:
                 files.make_durable(path.parent)
                 with files.typed_errors(path, "write"):
                     self._name(path, absent=absent)
-                    files.fsync_path(path.parent)
                 break
             except StorageError as error:
                 # Whoever removed the last object of the folder removed it.
                 if not left or not isinstance(error.__cause__, FileNotFoundError):
                     raise
+        with files.typed_errors(path, "write"), contextlib.suppress(FileNotFoundError):
+            files.fsync_path(path.parent)  # Or this object was removed by now, and its folder.
         self._end()
 
     def _name(self, path: Path, *, absent: bool) -> None:

@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 from deltackpt.errors import OptionError, OutOfSpace, StorageError
 from deltackpt.ledger.upload import Pace
+from deltackpt.nodes.elsewhere import Elsewhere
 from deltackpt.nodes.shelves import Held, Incoming, Shelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.storage import wire
-from deltackpt.storage.store import Exists, Missing
+from deltackpt.storage.store import Exists, Missing, Unanswered
 
 _MOST_CONNECTIONS = 256
 #: Requests that are served at a time.
@@ -106,6 +107,7 @@ class NodeServer:
         tokens: Tokens,
         most_connections: int = _MOST_CONNECTIONS,
         bytes_per_sec: float | None = None,
+        elsewhere: Elsewhere | None = None,
     ):
         """Listens.
 
@@ -116,12 +118,13 @@ class NodeServer:
           tokens: who is let in.
           most_connections: open at a time.
           bytes_per_sec: the most that is sent and received.
+          elsewhere: what is handed out where the shelf does not hold it.
 
         Raises:
           OptionError: the address stands for every address of the node.
           StorageError: nobody can listen there.
         """
-        self._shelf, self._tokens = shelf, tokens
+        self._shelf, self._tokens, self._elsewhere = shelf, tokens, elsewhere
         self._pace = Pace(bytes_per_sec)
         self._most = most_connections
         self._listener = _listener(bind, port)
@@ -359,7 +362,10 @@ class NodeServer:
         return request.fields.get("connection", "").lower() != "close"
 
     def _get(self, client: socket.socket, request: _Request) -> None:
-        with _refusals(), contextlib.closing(self._shelf.find(request.key)) as held:
+        with _refusals():
+            found = self._find(request)
+        # From here on a refusal would be taken for a part of the object.
+        with contextlib.closing(found) as held:
             try:
                 span = wire.span_of(request.fields.get("range"), held.nbytes)
             except wire.Malformed as error:
@@ -377,6 +383,14 @@ class NodeServer:
             _answer(client, line, *fields, nbytes=stop - start, more=not is_head)
             if not is_head:
                 self._send(client, held, start, stop)
+
+    def _find(self, request: _Request) -> Held:
+        try:
+            return self._shelf.find(request.key)
+        except Missing:
+            if self._elsewhere is None or wire.DIRECT.lower() in request.fields:
+                raise
+            return self._elsewhere.find(request.key, self.address)
 
     def _send(self, client: socket.socket, held: Held, start: int, stop: int) -> None:
         while start < stop:
@@ -497,6 +511,8 @@ def _refusals(*, closes: bool = False) -> Iterator[None]:
         raise _Refusal("412 Precondition Failed", closes=closes) from error
     except OutOfSpace as error:
         raise _Refusal("507 Insufficient Storage", closes=closes) from error
+    except Unanswered as error:
+        raise _Refusal("503 Service Unavailable", closes=closes) from error
     except StorageError as error:
         lasts = isinstance(error.__cause__, OSError) and error.__cause__.errno in _LASTING
         line = "409 Conflict" if lasts else "500 Internal Server Error"

@@ -142,7 +142,8 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
     found = _URL.match(text)
     scheme = found[1].lower() if found is not None else ""
     if found is not None and scheme == _NODES:
-        return _of_nodes(*text[found.end() :].partition("/")[::2], endpoint)
+        named, _, path = text[found.end() :].partition("/")
+        return _of_nodes(named, path, endpoint)
     if found is None or scheme not in _DRIVERS:
         raise UnsupportedRoot(
             f"{text}: expected a path of a file system, or a URL with file://, s3://, gs://, "

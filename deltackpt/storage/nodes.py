@@ -122,15 +122,24 @@ class Node:
         Raises:
           Missing, Refused, Unanswered: as ``read_into``.
         """
-        return self._head(key).nbytes or 0
+        return self.length_and_version(key)[0]
 
-    def version(self, key: str) -> Hashable:
+    def version(self, key: str) -> str:
         """What changes with what is under a key.
 
         Raises:
           Missing, Refused, Unanswered: as ``read_into``.
         """
-        return self._head(key).fields.get("etag")
+        return self.length_and_version(key)[1]
+
+    def length_and_version(self, key: str) -> tuple[int, str]:
+        """Both of the same object.
+
+        Raises:
+          Missing, Refused, Unanswered: as ``read_into``.
+        """
+        head = self._ask("HEAD", self._target(key), f"read {key}").head
+        return head.nbytes or 0, head.fields.get("etag", "").strip('"')
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """All keys of the node below a folder, ascending; those that come after ``after``.
@@ -166,9 +175,6 @@ class Node:
             self._is_closed = True
             _close(self._kept)
 
-    def _head(self, key: str) -> wire.Head:
-        return self._ask("HEAD", self._target(key), f"read {key}").head
-
     def _target(self, key: str) -> str:
         if not wire.is_key(key):
             raise Refused(
@@ -203,6 +209,7 @@ class Node:
         key = action.partition(" ")[2]
         nbytes = sum(part.nbytes for part in body)
         sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
+        sent.append((wire.DIRECT, "1"))
         if method == "PUT":
             sent.append(("Content-Length", nbytes))
             if nbytes > ASKED_FIRST_BYTES:

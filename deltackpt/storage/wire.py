@@ -19,6 +19,8 @@ _MOST_FIELDS = 32
 MOST_KEY_BYTES = 1024
 #: Keys of one answer to a listing.
 PAGE = 1000
+#: Of who asks a node for what it holds itself: it asks no other one.
+DIRECT = "Deltackpt-Direct"
 HEAD_END = b"\r\n\r\n"
 _REQUEST = re.compile(rb"([A-Z]{3,6}) (/[!-~]{0,6000}) HTTP/1\.1")
 _ANSWER = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [ -~]*)?")
