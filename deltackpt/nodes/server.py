@@ -153,6 +153,8 @@ class NodeServer:
         self._wake()
         self._thread.join()
         self._workers.shutdown()
+        for connection in [*self._open]:
+            self._close(connection)
         for one in (self._listener, self._waker, self._woken):
             one.close()
         self._selector.close()
@@ -167,12 +169,9 @@ class NodeServer:
                 else:
                     self._read(key.data)
             self._end_late()
-        for connection in [*self._open]:
-            # Whoever serves it sees its end, and closes it.
-            with contextlib.suppress(OSError):
+        for connection in self._open:
+            with contextlib.suppress(OSError):  # Whoever serves it sees its end.
                 connection.client.shutdown(socket.SHUT_RDWR)
-            if connection not in self._busy:
-                self._close(connection)
 
     def _until_next_end(self) -> float:
         waiting = [each.ends_at for each in self._open if each not in self._busy]
