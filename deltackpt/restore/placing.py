@@ -19,6 +19,7 @@ from deltackpt.format.manifest import KeyPath, Layout
 from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.reading.saves import StoredSave, read_chain
 from deltackpt.reading.targets import Wanted
+from deltackpt.resources import pages
 from deltackpt.state import ownership, paths
 
 
@@ -118,20 +119,12 @@ def place(
     return placed
 
 
-def may_borrow(templates: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether placing only reads the buffers: every leaf goes to devices with their own memory.
-
-    On a CPU device jax keeps aligned host memory as the array's, also where it is told not to
-    (0.10.2).
-    """
-    return all(_on_accelerators(leaf) for fields in templates.values() for leaf in fields.values())
-
-
-def _on_accelerators(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray):
-        return False
-    devices = [device for device in _boxes(leaf) if device is not None]
-    return all(device.platform != "cpu" for device in devices or jax.local_devices()[:1])
+def map_in(merged: RestoredTables) -> None:
+    """Maps the pages of buffers that are memory of another process; see ``pages.map_in``."""
+    for fields in merged.buffers.values():
+        for held in fields.values():
+            for buffer in held.values():
+                pages.map_in(buffer)
 
 
 def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:

@@ -109,4 +109,3 @@ def read(save: StoredSave, most_bytes: int) -> HeldFiles | None:
         held.close()
         raise
     return held
-

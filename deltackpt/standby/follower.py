@@ -6,10 +6,9 @@ save holds is read, verified and decoded first; only then does the memory change
 copying the rows takes, so that a damaged save changes nothing. A new base of the same tables is
 compared with what is held, and changes only the rows that differ.
 
-A reader on the same machine keeps what it has mapped (``standby.memory``). The next change then goes
-to a copy, once after each such restore: 1.04 GB take 0.5 s of one core, and the old memory is the
-reader's. With the rows it holds the step's other files (``standby.files``), so that the whole step
-can be had from memory.
+A reader on the same machine keeps what it has mapped (``standby.memory``). The next change then
+goes to a copy, once after each such restore, and the old memory is the reader's. With the rows it
+holds the step's other files (``standby.files``), so that the whole step can be had from memory.
 
 Source of the standing service that is fed by deltas: "Continuous checkpointing of deep learning
 recommendation models" (thesis), where a loading process applies streamed rows to a copy in memory.
