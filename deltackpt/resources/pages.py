@@ -22,7 +22,7 @@ import numpy as np
 #: Taken, and timed, at once: a huge page.
 UNIT_BYTES = 2 << 20
 #: From Linux 5.14 on; mmap has no name for it.
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_WRITE = 23
 #: What a measurement weighs against those just before it.
 _WEIGHT = 0.25
 #: What becomes of the measurement of the size that is not used, by unit: an eighth of the time
@@ -81,19 +81,6 @@ def populate(array: np.ndarray) -> None:
         if not _take(start, end):
             return
         start = end
-
-
-def map_in(array: np.ndarray) -> None:
-    """Maps the pages of an array whose memory is there already, for instance another process's.
-
-    Its first reading would otherwise stop once every 64 KiB. Where it cannot, nothing happens.
-
-    Args:
-      array: contiguous.
-    """
-    start = array.ctypes.data
-    start -= start % mmap.PAGESIZE
-    _madvise(start, array.ctypes.data + array.nbytes - start, _MADV_POPULATE_READ)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from deltackpt.format.manifest import KeyPath, Layout
 from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.reading.saves import StoredSave, read_chain
 from deltackpt.reading.targets import Wanted
-from deltackpt.resources import pages
 from deltackpt.state import ownership, paths
 
 
@@ -117,14 +116,6 @@ def place(
                 _keep_further_rows(held, template, rows[name])
             placed.setdefault(name, {})[field] = _placed(held, template)
     return placed
-
-
-def map_in(merged: RestoredTables) -> None:
-    """Maps the pages of buffers that are memory of another process; see ``pages.map_in``."""
-    for fields in merged.buffers.values():
-        for held in fields.values():
-            for buffer in held.values():
-                pages.map_in(buffer)
 
 
 def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:

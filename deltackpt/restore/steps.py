@@ -223,10 +223,8 @@ class StepReader:
                 leaves = pool.submit(self._dense, found, files)
                 if merged is None:
                     merged = self._from_storage(found, progress)
-                else:
-                    placing.map_in(merged)
-                    if progress is not None:
-                        progress(merged.bytes_read, merged.bytes_read)
+                elif progress is not None:
+                    progress(merged.bytes_read, merged.bytes_read)
                 dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense, problem, files)

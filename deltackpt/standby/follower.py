@@ -404,11 +404,14 @@ class Follower:
                 copy.memory.copy_from(tables.memory)
                 tables = copy
             previous, self._tables = self._tables, tables
-            if previous is not None and previous is not tables:
-                previous.memory.close()
             self._end_holding()
             publish = _Publish(tables)
-            yield publish
+            try:
+                yield publish
+            finally:
+                if previous is not None and previous is not tables:
+                    # Only now: rows are compared with it, which is its reader's afterwards.
+                    previous.memory.close()
             tables.memory.end_write()
             self._holding = Holding(
                 chain=publish.chain,

@@ -4,30 +4,30 @@
 The memory has no name (``memfd``): it goes when its owner and its last reader do, whatever kills
 them, and is not bounded by the size of ``/dev/shm``. A reader on the same machine opens it through
 its owner's descriptor and maps it copy-on-write: the mapping is the reader's own, for as long as it
-wants, and costs a copy only of the pages that the reader writes to.
+wants, and costs a copy only of the pages that the reader writes to. Nothing is mapped in before it
+is touched: of 1.04 GB that took 0.16 s, against 0.09 s that the first reading then took longer.
 
 A sequence number tells whole contents from half-written ones: it is odd while they change. A reader
 that has mapped the memory and then finds the number even may keep what it sees: the owner makes the
 number odd first and then asks the kernel whether anybody has the memory open, a mapping of a killed
-process not among them; where somebody has, it leaves that memory alone and changes a copy. The
-question is a lease on the file, which the kernel grants to its only reader (``F_SETLEASE``, 7 us).
+process not among them; where somebody has, it leaves that memory alone and changes a copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import functools
 import math
 import mmap
 import os
 import secrets
-import signal
+import weakref
 from pathlib import Path
 
 import numpy as np
 
 from deltackpt.resources import memory
+from deltackpt.standby import handover, leases
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
@@ -97,21 +97,9 @@ class SharedMemory:
         before = self._sequence[0]
         self._sequence[0] |= np.uint64(1)
         # Only now: who maps it later finds the odd number.
-        if not self._handed or not self._is_mapped():
+        if not self._handed or not leases.is_open_elsewhere(self._leased):
             return True
         self._sequence[0] = before
-        return False
-
-    def _is_mapped(self) -> bool:
-        """Whether another process has it open; True where the kernel cannot tell."""
-        try:
-            # Who opens it while the lease is held waits for a moment, and we are sent a signal: by
-            # default SIGIO, which would end the process. The end of a lease resets what is set.
-            fcntl.fcntl(self._leased, fcntl.F_SETSIG, signal.SIGURG)
-            fcntl.fcntl(self._leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        except OSError:
-            return True
-        fcntl.fcntl(self._leased, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
 
     def end_write(self) -> None:
@@ -152,8 +140,11 @@ class MemoryReader:
             mapping = mmap.mmap(
                 descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
+        weakref.finalize(self, os.close, descriptor)
+        self._descriptor, self._mapping = descriptor, mapping
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._sequence = _sequence(np.frombuffer(header, np.uint8))
 
@@ -169,6 +160,10 @@ class MemoryReader:
         was told by ``hand_over`` before the memory was mapped.
         """
         return _part(self._bytes, offset, shape, dtype)
+
+    def keep(self) -> None:
+        """Says that arrays of it are kept, and will be written to; see ``standby.handover``."""
+        handover.watch(self._mapping, self._descriptor, _HEADER_BYTES)
 
 
 def _sequence(memory: np.ndarray) -> np.ndarray:
