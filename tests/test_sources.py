@@ -46,8 +46,8 @@ class Source:
         self.before, self.after = before, after
 
     @contextlib.contextmanager
-    def tables(self, save, wanted, *, timeout_secs, lend):
-        assert timeout_secs == deltackpt.Timeouts().service_secs and not lend
+    def tables(self, save, wanted, *, timeout_secs):
+        assert timeout_secs == deltackpt.Timeouts().service_secs
         if self.before is not None:
             self.before()
         found = reader.restore_tables(saves.read_chain(save.step_dir, save.item), wanted=wanted)
