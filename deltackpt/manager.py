@@ -351,8 +351,8 @@ class CheckpointManager:
         """Restores the newest intact step.
 
         Tables and slots come from the memory of a restore service where one holds the step, else
-        from storage, bit for bit the same; ``Restored.source`` says which it was. Each process
-        finds that out for itself.
+        from storage, bit for bit the same; ``Restored.source`` says where each save of its chain
+        was read. Each process finds that out for itself.
 
         Args:
           abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves,
