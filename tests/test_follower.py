@@ -840,7 +840,9 @@ def test_readers_beside_the_writer_see_whole_steps_only(tmp_path, pinned):
                     trainer.save(force_base=number % 5 == 4)
                     one.advance()
                     count = found["pinned"]
-                    wait_until(lambda count=count: found["pinned"] > count or not pinned or failures)
+                    wait_until(
+                        lambda count=count: found["pinned"] > count or not pinned or failures
+                    )
         finally:
             stop.set()
             for thread in readers:

@@ -125,9 +125,11 @@ class Neighbours:
         self._keepers = keepers
         self._code = erasure.code_of(keepers.k, keepers.m)
         self._racks = {one.node: one.rack for one in keepers.others if one.rack}
+        self._others = [one.node for one in keepers.others]
+        #: One's own, too: it may have been another trainer's neighbour, whose saves it has.
         self._nodes = {
             one.node: Node(one.address, keepers.token, deadline_secs=keepers.deadline_secs)
-            for one in keepers.others
+            for one in keepers.nodes
         }
         #: When nodes failed last, and how; only for the order in which they are tried.
         self._failed: dict[str, tuple[float, str]] = {}
@@ -174,7 +176,7 @@ class Neighbours:
           StorageError: fewer nodes than that take it; it names the others and what they said.
         """
         label, mine = pack.label, fragments.Coding(pack.label, self._code.k, self._code.m)
-        where = self._found(label).get(mine, {})
+        where = self._found(label, self._others).get(mine, {})
         refused: dict[str, str] = {}
         buffer = memoryview(
             bytearray(erasure.padded_bytes(mine.k, fragments.segment_bytes(label, 0)))
@@ -187,7 +189,7 @@ class Neighbours:
             if len(refused) == before:
                 return
             # What stood on a node that died in the middle stands nowhere.
-            where = self._found(label).get(mine, {})
+            where = self._found(label, self._others).get(mine, {})
             pending = [
                 segment
                 for segment in range(fragments.segments(label.nbytes))
@@ -222,12 +224,15 @@ class Neighbours:
 
     # What is where.
 
-    def _found(self, label: Label | None = None) -> dict[fragments.Coding, fragments.Where]:
-        """What the nodes that answer hold, of one pack or of all."""
+    def _found(
+        self, label: Label | None = None, nodes: Iterable[str] | None = None
+    ) -> dict[fragments.Coding, fragments.Where]:
+        """What the nodes that answer hold, of one pack or of all; all nodes, unless some are given."""
         folder = self._keepers.root if label is None else f"{self._keepers.root}/{label.key}"
-        listed = self._asked(lambda node: self._nodes[node].keys(folder), self._nodes)
+        asked = [*(self._nodes if nodes is None else nodes)]
+        listed = self._asked(lambda node: self._nodes[node].keys(folder), asked)
         found: dict[fragments.Coding, fragments.Where] = {}
-        for node in self._nodes:
+        for node in asked:
             for key in listed.get(node, ()):
                 one = fragments.Fragment.of(key)
                 if one is not None:
@@ -256,7 +261,7 @@ class Neighbours:
     def _in_order(self, label: Label) -> list[str]:
         """All other nodes, those first that are to hold a pack; the last ones failed just now."""
         now = time.monotonic()
-        found = placement.ranked(label.key, [*self._nodes], racks=self._racks)
+        found = placement.ranked(label.key, self._others, racks=self._racks)
         never = (float("-inf"), "")
         with self._lock:
             late = {
@@ -330,7 +335,7 @@ class Neighbours:
         said = "; ".join(f"{node}: {why}" for node, why in sorted(refused.items()))
         return StorageError(
             f"{label.key}: expected {needed} other nodes that take a fragment each, found "
-            f"{len(placed)} that did of {len(self._nodes)} ({said or 'there are no more'}); add "
+            f"{len(placed)} that did of {len(self._others)} ({said or 'there are no more'}); add "
             "nodes, give their keepers more memory, or start those that are gone"
         )
 
@@ -426,7 +431,7 @@ class Neighbours:
             failed = sorted(self._failed.items())
         silent = "; ".join(f"{node}: {why}" for node, (_, why) in failed)
         return StorageError(
-            f"{label.key}: expected it whole on {len(self._nodes)} other nodes, found "
+            f"{label.key}: expected it whole on {len(self._nodes)} nodes, found "
             f"{'; '.join(told) or 'nothing of it'} (nodes that do not answer: {silent or 'none'}); "
             "start those nodes again if their memory is still theirs, or go on from the root"
         )

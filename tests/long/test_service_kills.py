@@ -80,7 +80,9 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record
     def compared(kind: str) -> Any:
         found = ray_nodes.newest(reader, template)
         assert_same(found.state, model.at(found.step))
-        assert ({*found.source} == {"service"}) == (found.service_error is None), found.service_error
+        assert ({*found.source} == {"service"}) == (found.service_error is None), (
+            found.service_error
+        )
         sources[kind][found.source[0]] += 1
         return found
 
