@@ -227,7 +227,7 @@ class Neighbours:
     def _found(
         self, label: Label | None = None, nodes: Iterable[str] | None = None
     ) -> dict[fragments.Coding, fragments.Where]:
-        """What the nodes that answer hold, of one pack or of all; all nodes, unless some are given."""
+        """What nodes that answer hold, of one pack or of all; all nodes unless some are given."""
         folder = self._keepers.root if label is None else f"{self._keepers.root}/{label.key}"
         asked = [*(self._nodes if nodes is None else nodes)]
         listed = self._asked(lambda node: self._nodes[node].keys(folder), asked)
