@@ -94,7 +94,7 @@ class Xor:
         """See ``Code``."""
         total = np.empty(len(stripe) // self.k, np.uint8)
         _add([stripe[at : at + len(total)] for at in range(0, len(stripe), len(total))], total)
-        return [memoryview(total)]
+        return [total.data]
 
     def restore(self, found: Mapping[int, memoryview], lost: Mapping[int, memoryview]) -> None:
         """See ``Code``."""

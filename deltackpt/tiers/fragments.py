@@ -58,6 +58,14 @@ class Fragment(NamedTuple):
 
 
 class Coding(NamedTuple):
+    """How a pack was cut.
+
+    Attributes:
+      label: of the pack.
+      k: fragments that any so many of restore a segment.
+      m: further ones.
+    """
+
     label: Label
     k: int
     m: int
@@ -68,10 +76,12 @@ Where = dict[int, dict[Fragment, list[str]]]
 
 
 def segments(nbytes: int) -> int:
+    """How many segments a pack of a length has."""
     return -(-nbytes // SEGMENT_BYTES)
 
 
 def segment_bytes(label: Label, segment: int) -> int:
+    """How long a segment of a pack is."""
     return min(label.nbytes - segment * SEGMENT_BYTES, SEGMENT_BYTES)
 
 
