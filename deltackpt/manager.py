@@ -79,8 +79,8 @@ class CheckpointManager:
 
         Args:
           directory: root of the steps: a directory, made where it does not exist; or a bucket, by
-            its URL: ``s3://bucket/run``, ``gs://...`` or ``az://...``. See ``Tiers`` for how saves
-            come there.
+            its URL: ``s3://bucket/run``, ``gs://...``, ``az://...`` or ``nodes://...``. See
+            ``Tiers`` for how saves come there.
           handlers: item names to what handles them: exactly one ``Tables`` (by default
             ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers. Items
             of JSON need none.

@@ -93,6 +93,14 @@ def is_whole(coding: Coding, where: Where) -> bool:
     )
 
 
+def is_complete(coding: Coding, where: Where) -> bool:
+    """Whether each segment has every fragment, each on a node of its own."""
+    return all(
+        len(placed_of(where.get(segment, {}))) == coding.k + coding.m
+        for segment in range(segments(coding.label.nbytes))
+    )
+
+
 def placed_of(there: Mapping[Fragment, list[str]]) -> dict[int, str]:
     """Numbers of fragments with a node of its own each."""
     found: dict[int, str] = {}

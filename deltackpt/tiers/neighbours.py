@@ -145,6 +145,15 @@ class Neighbours:
         }
         return sorted(found)
 
+    def complete(self) -> list[Label]:
+        """Packs of which k + m other nodes have a fragment each: ``hold`` would send nothing."""
+        mine = self._code.k, self._code.m
+        return sorted(
+            one.label
+            for one, where in self._found(None, self._others).items()
+            if (one.k, one.m) == mine and fragments.is_complete(one, where)
+        )
+
     def incomplete(self) -> list[Label]:
         """Packs of which something is held, and too little: pushes that were cut, lost nodes."""
         every = self._found()
