@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
-    from deltackpt.options import DeltaOptions, ManagerOptions, Tiers, Timeouts, WriteOptions
+    from deltackpt.options import (
+        Background,
+        DeltaOptions,
+        ManagerOptions,
+        Tiers,
+        Timeouts,
+        WriteOptions,
+    )
     from deltackpt.outcomes import ReadRows, Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("errors", "fingerprint", "policy", "touched")
 _NAMES = {
+    "Background": "options",
     "BitWidthPolicy": "policy",
     "CheckpointManager": "manager",
     "CodecChoice": "policy",
@@ -61,6 +69,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "Background",
     "BitWidthPolicy",
     "CheckpointManager",
     "CodecChoice",

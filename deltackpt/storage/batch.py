@@ -28,6 +28,7 @@ import numpy as np
 
 from deltackpt.errors import StorageError
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
+from deltackpt.resources.pace import Pace
 from deltackpt.resources.workers import FORCERS
 from deltackpt.storage import digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
@@ -58,6 +59,7 @@ class FileBatch:
         fsync: bool,
         pool: concurrent.futures.Executor | None = None,
         descriptors: int | None = None,
+        pace: Pace | None = None,
     ):
         """Begins an empty one.
 
@@ -66,8 +68,11 @@ class FileBatch:
           fsync: whether ``force`` forces anything.
           pool: threads that force files; the calling one by default.
           descriptors: most files that stay open; a quarter of the process's limit by default.
+          pace: of what is written; as fast as the disk takes it by default.
         """
         self.top = top
+        #: Of what is written; whoever writes files to be adopted takes from it too.
+        self.pace = pace or Pace()
         #: Path below ``top`` to the digest of each file that was written so far.
         self.digests: dict[str, Digest] = {}
         self._fsync = fsync
@@ -114,6 +119,7 @@ class FileBatch:
             if whole:
                 self._write_whole(path, contents)
             elif len(data) < _DIRECT_BYTES:
+                self.pace.take(len(data))
                 with self._new(path) as descriptor:
                     _write_all(descriptor, contents, 0)
             else:
@@ -297,6 +303,7 @@ class FileBatch:
             self._direct = False
             with self._new(path) as descriptor:
                 for start, piece in pieces.pieces(direct=False):
+                    self.pace.take(piece.nbytes)
                     _write_all(descriptor, piece, start)
 
     def _write_directly(self, path: Path, pieces: _Pieces) -> bool:
@@ -306,6 +313,7 @@ class FileBatch:
                 if _alignment(descriptor) > ALIGNMENT:
                     raise OSError(errno.EINVAL, "another alignment")
                 for start, piece in pieces.pieces(direct=True):
+                    self.pace.take(piece.nbytes)
                     _write_aligned(descriptor, piece, start)
                 os.ftruncate(descriptor, pieces.nbytes)
         except OSError as error:

@@ -100,7 +100,14 @@ def open_root(
         stage.order(orders)
         limit = options.timeouts.save_secs
         return StagedRoot(
-            stage, local, journal, orders, tiers, processes=processes, readable_secs=limit
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            processes=processes,
+            readable_secs=limit,
+            cpus=options.background.cpus,
         )
     except BaseException:
         local.close()
@@ -152,7 +159,14 @@ def _apart(
         stage.order(orders)
         limit = options.timeouts.save_secs
         return StagedApart(
-            stage, local, journal, orders, tiers, processes=processes, readable_secs=limit
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            processes=processes,
+            readable_secs=limit,
+            cpus=options.background.cpus,
         )
     except BaseException:
         local.close()

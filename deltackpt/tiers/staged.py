@@ -65,6 +65,7 @@ class StagedRoot(Held):
         *,
         processes: int = 1,
         readable_secs: float = 0.0,
+        cpus: Collection[int] | None = None,
     ):
         """Made by ``opening.open_root``.
 
@@ -76,6 +77,7 @@ class StagedRoot(Held):
           tiers: as the user wants them.
           processes: how many save together.
           readable_secs: the longest wait for a step that comes to the root.
+          cpus: where the promoter runs.
         """
         self._readable_secs = readable_secs
         self._stage = stage
@@ -92,7 +94,7 @@ class StagedRoot(Held):
             FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
         )
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
-        self._running = Running(stage)
+        self._running = Running(stage, cpus=cpus)
         #: Held while a step leaves the stage, and while one is taken to be read there.
         self._leaving = threading.Lock()
         #: How many read the files of a step, which does not leave the stage meanwhile.
@@ -462,6 +464,7 @@ class StagedRoot(Held):
         if self._tiers.wait_for == "stage":
             return
         deadline = time.monotonic() + timeout_secs
+        self._running.hurry()
         while behind := self._behind():
             self._require_claim()
             self._start()
