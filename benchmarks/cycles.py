@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -30,7 +31,7 @@ from deltackpt.ledger.upload import send
 from deltackpt.reading import inventory
 from deltackpt.standby.follower import Follower
 from deltackpt.storage import buckets
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import Spot, spot
 from deltackpt.upkeep.compact import compact
 
 _ITEM = "embeddings"
@@ -63,46 +64,46 @@ def rounds(
     cycles = Cycles()
     state = states.make(options.scale)
     opened = buckets.place(bucket, endpoint=server.endpoint).open()
-    step = 0
     for number in range(options.repeats + 1):
         if number == 1:
             cycles.found.clear()
         for where, folder in (("a disk", disk), ("memory", memory)):
-            root = folder / str(number)
-            way = ways.Deltas(root, "power", base_snapshot="block")
-            for kind in ("base", "delta"):
-                step += 1
-                state = states.change(state, states.random_ids(state, _SHARE, step))
-                ways.settle(state)
-                saved = root / str(step)
-
-                def save(way=way, step=step, state=state, kind=kind) -> None:
-                    way.save(step, state, base=kind == "base")
-                    way.wait()
-
-                cycles.note(f"a {kind} to {where}", save, lambda: ways.tree_bytes(saved))
-            way.close()
-            base = root / str(step - 1)
-            digests = inventory.every_digest(spot(base), _ITEM)
-            cycles.note(
-                f"promotion from {where}",
-                lambda: send(spot(base), digests, opened / f"{where[-4:]}{number}"),
-                lambda: ways.tree_bytes(base),
+            state = one_round(
+                cycles, state, folder / str(number), opened / f"{folder.name}{number}", where
             )
-            following = Follower(root, item=_ITEM)
-            cycles.note(
-                f"following a base and a delta on {where}",
-                following.advance,
-                lambda: ways.tree_bytes(root),
-            )
-            del following
-            cycles.note(
-                f"compaction on {where}",
-                lambda: compact(root, workers=1, memory_bytes=_MEMORY),
-                lambda: ways.tree_bytes(base),
-            )
-            shutil.rmtree(root)
     return cycles
+
+
+def one_round(
+    cycles: Cycles, state: states.State, root: Path, target: Spot, where: str
+) -> states.State:
+    """Every path once, on a root that is removed; the state as it was saved last."""
+    base, delta = root / "1", root / "2"
+    way = ways.Deltas(root, "power", base_snapshot="block")
+
+    def save(step: int) -> None:
+        way.save(step, state, base=step == 1)
+        way.wait()
+
+    for step, kind, saved in ((1, "base", base), (2, "delta", delta)):
+        state = states.change(state, states.random_ids(state, _SHARE, step))
+        ways.settle(state)
+        cycles.note(f"a {kind} to {where}", partial(save, step), partial(ways.tree_bytes, saved))
+    way.close()
+    base_bytes = partial(ways.tree_bytes, base)
+    digests = inventory.every_digest(spot(base), _ITEM)
+    cycles.note(f"promotion from {where}", partial(send, spot(base), digests, target), base_bytes)
+    following = Follower(root, item=_ITEM)
+    cycles.note(
+        f"following a base and a delta on {where}",
+        following.advance,
+        partial(ways.tree_bytes, root),
+    )
+    del following
+    folding = partial(compact, root, workers=1, memory_bytes=_MEMORY)
+    cycles.note(f"compaction on {where}", folding, base_bytes)
+    shutil.rmtree(root)
+    return state
 
 
 def main() -> int:

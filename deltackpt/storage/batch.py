@@ -31,7 +31,7 @@ from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.workers import FORCERS
 from deltackpt.storage import digests, files
-from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
+from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c, joined
 from deltackpt.storage.digests import Digest
 
 #: What is written at once; a multiple of blocks and of every alignment that is used.
@@ -404,8 +404,12 @@ class _Chunk(_Pieces):
     def _sum(self, data: np.ndarray) -> None:
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
-            self._blocks.append(crc32c(block))
-            self.crc = crc32c(block, self.crc)
+            own = crc32c(block)
+            self._blocks.append(own)
+            if len(block) == BLOCK_BYTES:
+                self.crc = joined(self.crc, own, BLOCK_BYTES)
+            else:
+                self.crc = crc32c(block, self.crc)
 
     def sums(self) -> ChunkSums:
         return ChunkSums(self.crc, np.array(self._blocks, "<u4").tobytes())
