@@ -225,7 +225,8 @@ def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_fo
     for step in (1, 2):
         folder = stage.steps / str(step)
         folder.mkdir(parents=True)
-        os.utime(folder, (now - 1000.0 * (2 - step),) * 2)
+        made = now - 1000.0 * (2 - step)
+        os.utime(folder, (made, made))
     orders = Orders(
         number=1, stage="a", url="s3://a/b", endpoint=None, item="e", process=1, processes=2
     )
