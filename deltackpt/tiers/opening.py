@@ -120,7 +120,15 @@ def open_root(
         stage.order(orders)
         limit = options.timeouts.save_secs
         held = StagedRoot(
-            stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            near,
+            processes=processes,
+            readable_secs=limit,
+            cpus=options.background.cpus,
         )
         opened.pop_all()
         return held
@@ -178,7 +186,15 @@ def _apart(
         stage.order(orders)
         limit = options.timeouts.save_secs
         held = StagedApart(
-            stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            near,
+            processes=processes,
+            readable_secs=limit,
+            cpus=options.background.cpus,
         )
         opened.pop_all()
         return held

@@ -74,6 +74,7 @@ class StagedRoot(Held):
         *,
         processes: int = 1,
         readable_secs: float = 0.0,
+        cpus: Collection[int] | None = None,
     ):
         """Made by ``opening.open_root``.
 
@@ -86,6 +87,7 @@ class StagedRoot(Held):
           near: what is held near the stage.
           processes: how many save together.
           readable_secs: the longest wait for a step that comes to the root.
+          cpus: where the promoter runs.
         """
         self._readable_secs = readable_secs
         self._stage = stage
@@ -103,7 +105,7 @@ class StagedRoot(Held):
             FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
         )
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
-        self._running = Running(stage)
+        self._running = Running(stage, cpus=cpus)
         self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step leaves the stage, and while one is taken to be read there.
         self._leaving = threading.Lock()
@@ -516,6 +518,7 @@ class StagedRoot(Held):
         if self._tiers.wait_for == "stage":
             return
         deadline = time.monotonic() + timeout_secs
+        self._running.hurry()
         while behind := self._lag.short_of(self._tiers.wait_for):
             self._lag.require_claim()
             self._start()
