@@ -166,7 +166,15 @@ def test_packs_of_another_root_under_the_url_do_not_count():
 def test_a_stage_that_is_there_says_that_training_went_back():
     pack = one_pack()
     orders = Orders(
-        number=1, stage="", url="", endpoint=None, item="", epoch=1, began=True, era=1, era_from=None
+        number=1,
+        stage="",
+        url="",
+        endpoint=None,
+        item="",
+        epoch=1,
+        began=True,
+        era=1,
+        era_from=None,
     )
     verdict = recall.judge([pack], state_of(claim(1, pack.holder, began=True)), orders)
     assert verdict.counting == () and "era 1" in verdict.orphans[0][1]
