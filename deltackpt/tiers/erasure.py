@@ -129,6 +129,10 @@ class ReedSolomon:
                 f"Erasure(k={k}, m={m}): expected pyeclib with ISA-L, found none that works "
                 f"({error}); install it: pip install 'deltackpt[erasure]', or use m=1 or Copies"
             ) from error
+        # The library takes fresh memory for each stripe. Once a larger piece was freed, glibc hands
+        # out what was used before instead of mapping anew (mallopt(3), M_MMAP_THRESHOLD):
+        # measured, busy, 2.5 GB/s against 1.0.
+        bytes(16 * STRIPE_BYTES)
         self.k, self.m = k, m
         self._headers: dict[int, list[bytes]] = {}
 
