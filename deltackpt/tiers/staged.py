@@ -147,6 +147,7 @@ class StagedRoot(Held):
         if not self.apart:
             return
         deadline = time.monotonic() + self._readable_secs
+        self._running.hurry()
         while (info := self._local.saves().get(step)) is not None:
             self._look()
             progress = self._progress()
