@@ -157,6 +157,7 @@ class StagedRoot(Held):
             self._bring_near(step)
             return
         deadline = time.monotonic() + self._readable_secs
+        self._running.hurry()
         while (info := self._local.saves().get(step)) is not None:
             self._look()
             progress = self._lag.progress
