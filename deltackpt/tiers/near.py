@@ -111,7 +111,11 @@ class Near:
         self._stage.note_keepers(keepers.to_bytes())
 
     def recall(self, root: str, state: State, old: Orders | None) -> None:
-        """Brings back what counts; see ``recall.recall``."""
+        """Brings back what counts; see ``recall.recall``.
+
+        Raises:
+          OptionError: a holder is another root's; or there are too few neighbours for what comes.
+        """
         if self._holders:
             self._where |= recall.recall(
                 self._stage,
@@ -124,6 +128,9 @@ class Near:
                 parts=self._parts,
                 fsync=self._fsync,
             )
+
+        if self._keepers is not None:
+            self._keepers.require_nodes()  # Whoever is left was asked before.
 
     def bring(self, wanted: Iterable[SaveId]) -> None:
         """Brings saves into the stage, as far as they are held near it: the root is farther."""

@@ -227,10 +227,7 @@ def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours |
 
     def find(earlier: Keepers | None) -> Keepers:
         discovery = importlib.import_module(_DISCOVERY)
-        found: Keepers = discovery.keepers(url, item, how, claim.lease.holder, earlier=earlier)
-        if earlier is None:
-            found.require_nodes()
-        return found
+        return discovery.keepers(url, item, how, claim.lease.holder, earlier=earlier)
 
     return find
 
@@ -247,7 +244,6 @@ def _near(
     """What is held near a stage.
 
     Raises:
-      OptionError: there are too few neighbours.
       ServiceError: they cannot be asked for.
     """
     shared = (options.tiers or Tiers()).shared

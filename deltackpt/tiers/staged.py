@@ -519,7 +519,8 @@ class StagedRoot(Held):
         if self._tiers.wait_for == "stage":
             return
         deadline = time.monotonic() + timeout_secs
-        self._running.hurry()
+        if self._tiers.wait_for == "root":
+            self._running.hurry()
         while behind := self._lag.short_of(self._tiers.wait_for):
             self._lag.require_claim()
             self._start()
