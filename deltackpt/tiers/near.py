@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from deltackpt.errors import OutOfSpace
+from deltackpt import events
+from deltackpt.errors import OutOfSpace, StorageError
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
@@ -129,8 +130,21 @@ class Near:
                 fsync=self._fsync,
             )
 
-        if self._keepers is not None:
+        if self._keepers is not None and self._neighbours is not None:
+            self._warn_of_lost(self._neighbours, state)
             self._keepers.require_nodes()  # Whoever is left was asked before.
+
+    def _warn_of_lost(self, neighbours: Neighbours, state: State) -> None:
+        """Says of each save that too few nodes are left to bring back what is missing."""
+        here = {info.save_id for info in self._local.saves().values() if info is not None}
+        for name, label in packing.newest_first(neighbours.incomplete()):
+            if name.part == self._part and name.save_id not in here:
+                if not state.held(name.save_id):
+                    try:
+                        with neighbours.reading(label):
+                            pass
+                    except StorageError as error:
+                        events.warn(f"step {name.step} cannot be brought back: {error}")
 
     def bring(self, wanted: Iterable[SaveId]) -> None:
         """Brings saves into the stage, as far as they are held near it: the root is farther."""
