@@ -209,7 +209,7 @@ def _check_at_least_one(options: object, *attributes: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """What stands between the training and a root that is a bucket: ``s3://``, ``gs://``, ``az://``.
+    """What stands between the training and a root that is far: a bucket, or ``nodes://``.
 
     Saves are made in a directory of the node, the stage, and brought to the root in the background
     by a process of their own, the promoter, which ends what a killed trainer has left. An outage of
