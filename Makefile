@@ -127,6 +127,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 	$(BIN)/python benchmarks/restore_service.py $(ARGS)
+	$(BIN)/python benchmarks/service_memory.py $(ARGS)
 	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
 
