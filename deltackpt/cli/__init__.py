@@ -13,7 +13,16 @@ import sys
 import click
 
 from deltackpt.__about__ import __version__
-from deltackpt.cli import doctoring, exchange, keeping, looking, promoting, reporting, service
+from deltackpt.cli import (
+    doctoring,
+    exchange,
+    keeping,
+    looking,
+    nodes,
+    promoting,
+    reporting,
+    service,
+)
 from deltackpt.errors import AlreadyCompacting, DeltackptError, InUse
 
 _TRY_AGAIN = 75
@@ -58,6 +67,7 @@ for command in (
     keeping.copy,
     keeping.compact,
     promoting.promote,
+    nodes.node_store,
     doctoring.doctor,
     exchange.export,
     exchange.import_,

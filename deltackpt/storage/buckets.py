@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a URL means: a bucket of S3, Google Cloud Storage or Azure, or a kvstore of TensorStore.
+"""What a URL means: a bucket of S3, Google Cloud Storage or Azure, some nodes, or a kvstore.
 
 Credentials are found as the SDKs of the services find them; none is in a URL, an error, an event or
 a record.
@@ -21,6 +21,7 @@ from typing import Any
 from deltackpt.errors import OptionError, StorageError, UnsupportedRoot
 from deltackpt.storage.azure import AzureStore
 from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.nodes import NodesStore, addresses_of
 from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Spot, Store
 
 #: One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
@@ -36,6 +37,9 @@ _CREDENTIALS = "AWS_ACCESS_KEY_ID"
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 #: What is tried stands in the folder of the journal, under no number.
 _PROBES, _PROBE = "journal", "probe."
+_NODES = "nodes"
+#: What a store of nodes lets in: a secret, as the keys of other services are.
+_NODES_TOKEN = "DELTACKPT_NODES_TOKEN"
 _AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
@@ -69,6 +73,15 @@ class Place:
                 retries=int(self.spec["azure_request_retries"]["max_retries"]),
             )
             return Spot(store, "")
+        if self.spec["driver"] == _NODES:
+            token = os.environ.get(_NODES_TOKEN)
+            if not token:
+                raise Refused(
+                    f"{self.url}: expected the token of the nodes in {_NODES_TOKEN}, found none; "
+                    "set it to what 'deltackpt node-store' was started with"
+                )
+            nodes, below = self.spec["addresses"], folder.rstrip("/")
+            return Spot(NodesStore(nodes, below, token, deadline_secs=deadline_secs), "")
         # The store is the bucket's folder: its keys are what is below.
         store = KvStore({**self.spec, "path": folder}, self.url, deadline_secs=deadline_secs)
         return Spot(store, "")
@@ -115,7 +128,8 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
     """What a URL, or a kvstore spec as JSON, means.
 
     Args:
-      where: ``s3://bucket/path``, ``gs://bucket/path``, ``az://container/path``, or JSON.
+      where: ``s3://bucket/path``, ``gs://bucket/path``, ``az://container/path``,
+        ``nodes://host:port,host:port/path``, or JSON.
       endpoint: address of the server, where it is not the service's own.
 
     Raises:
@@ -127,11 +141,14 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
         return _by_spec(text, endpoint)
     found = _URL.match(text)
     scheme = found[1].lower() if found is not None else ""
+    if found is not None and scheme == _NODES:
+        named, _, path = text[found.end() :].partition("/")
+        return _of_nodes(named, path, endpoint)
     if found is None or scheme not in _DRIVERS:
         raise UnsupportedRoot(
-            f"{text}: expected a path of a file system, or a URL with file://, s3://, gs:// or "
-            f"az://, found the scheme {scheme!r}, which deltackpt does not commit on; mount it, or "
-            "give a kvstore spec of TensorStore as JSON"
+            f"{text}: expected a path of a file system, or a URL with file://, s3://, gs://, "
+            f"az:// or nodes://, found the scheme {scheme!r}, which deltackpt does not commit on; "
+            "mount it, or give a kvstore spec of TensorStore as JSON"
         )
     bucket, _, path = text[found.end() :].partition("/")
     path = path.strip("/")
@@ -147,6 +164,18 @@ def place(where: str | os.PathLike[str], *, endpoint: str | None = None) -> Plac
     folder = f"{path}/" if path else ""
     spec = {"driver": _DRIVERS[scheme], "bucket": bucket, "path": folder}
     return Place(url, _with_endpoint(spec, endpoint))
+
+
+def _of_nodes(named: str, path: str, endpoint: str | None) -> Place:
+    if endpoint is not None:
+        raise OptionError(
+            "endpoint: expected none beside nodes://, which names its servers, found one; leave it "
+            "out"
+        )
+    addresses, path = addresses_of(named), path.strip("/")
+    url = f"{_NODES}://{','.join(addresses)}/{path}".rstrip("/")
+    folder = f"{path}/" if path else ""
+    return Place(url, {"driver": _NODES, "addresses": addresses, "path": folder})
 
 
 def _by_spec(text: str, endpoint: str | None) -> Place:

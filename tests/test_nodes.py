@@ -1,0 +1,635 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that hold bytes for others: the store over them, and what faults leave of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import struct
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import command
+import jax
+import numpy as np
+import proxy
+import pytest
+import servers
+import tensorstore as ts
+from node_processes import node_process
+from store_suite import StoreSuite
+from test_tiers import Node as TrainingNode
+from test_tiers import same
+
+from deltackpt import inspect
+from deltackpt.errors import InUse, OptionError, OutOfSpace, StorageError
+from deltackpt.nodes.directory import DirectoryShelf
+from deltackpt.nodes.elsewhere import Elsewhere
+from deltackpt.nodes.server import NodeServer
+from deltackpt.nodes.shelves import MemoryShelf
+from deltackpt.nodes.tokens import Tokens
+from deltackpt.storage import buckets
+from deltackpt.storage.nodes import Node, NodesStore
+from deltackpt.storage.placement import ranked
+from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
+from deltackpt.upkeep.verify import verify_root
+
+TOKEN = secrets.token_urlsafe(32)
+#: Of a call that must be answered; never asserted on.
+_PATIENCE_SECS = 60.0
+
+
+@contextlib.contextmanager
+def serving(shelf, **how) -> Iterator[NodeServer]:
+    with contextlib.closing(shelf):
+        how = {"bind": "127.0.0.1", "tokens": Tokens(TOKEN), **how}
+        with contextlib.closing(NodeServer(shelf, **how)) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def client(server: NodeServer, token: str = TOKEN) -> Iterator[Node]:
+    with contextlib.closing(Node(server.address, token, deadline_secs=_PATIENCE_SECS)) as node:
+        yield node
+
+
+@pytest.fixture(scope="class")
+def addresses(request, tmp_path_factory) -> Iterator[list[str]]:
+    """Of three nodes whose shelves are those of the test's class."""
+    with contextlib.ExitStack() as stack:
+        shelves = [request.cls.shelf(tmp_path_factory.mktemp("node")) for _ in range(3)]
+        yield [stack.enter_context(serving(shelf)).address for shelf in shelves]
+
+
+class NodesSuite(StoreSuite):
+    """A store over three nodes; each empty one is a folder of its own."""
+
+    @pytest.fixture
+    def make(self, addresses):
+        return lambda: NodesStore(addresses, secrets.token_hex(4), TOKEN)
+
+
+class TestNodesOfMemory(NodesSuite):
+    @staticmethod
+    def shelf(folder: Path) -> MemoryShelf:
+        return MemoryShelf(64 << 20)
+
+
+class TestNodesOfDirectories(NodesSuite):
+    @staticmethod
+    def shelf(folder: Path) -> DirectoryShelf:
+        return DirectoryShelf(folder)
+
+
+# ---- one node
+
+
+@pytest.fixture(params=["memory", "directory"])
+def shelf(request, tmp_path):
+    found = (
+        MemoryShelf(64 << 20) if request.param == "memory" else DirectoryShelf(tmp_path / "held")
+    )
+    with contextlib.closing(found):
+        yield found
+
+
+@pytest.fixture
+def server(shelf) -> Iterator[NodeServer]:
+    with contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))) as found:
+        yield found
+
+
+@pytest.fixture
+def node(server) -> Iterator[Node]:
+    with client(server) as found:
+        yield found
+
+
+def drawn(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 1 << 18, (1 << 18) + 1, (3 << 20) - 1, 5 << 20])
+def test_objects_of_every_size_come_back_from_many_buffers_into_many(node, nbytes):
+    data = drawn(nbytes)
+    node.put("a/x", [data[:1000], memoryview(data)[1000:1001], b"", data[1001:]])
+    assert node.length("a/x") == nbytes and node.get("a/x") == data
+    out = np.zeros(nbytes, np.uint8)
+    cuts = [0, nbytes // 3, nbytes // 3, nbytes]
+    node.read_into("a/x", 0, [out[a:b].data for a, b in zip(cuts, cuts[1:], strict=False)])
+    assert out.tobytes() == data
+    assert node.keys("") == ["a/x"]
+
+
+def test_a_thousand_buffers_are_sent_in_order(node):
+    data = drawn(3_000_000)
+    cuts = sorted(np.random.default_rng(1).integers(0, len(data), 3000).tolist())
+    node.put("x", [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)])
+    assert node.get("x") == data
+
+
+def test_more_keys_than_an_answer_holds_are_listed(node):
+    wanted = sorted(f"k/{i}.{i % 7}" for i in range(1100))
+    for key in wanted:
+        node.put(key, [b""])
+    assert node.keys("k") == wanted and node.keys("k", after=wanted[50]) == wanted[51:]
+
+
+def test_an_object_that_is_replaced_or_removed_is_read_to_its_end(shelf):
+    for change in ("replace", "remove"):
+        fill(shelf, "x", drawn(1 << 20))
+        held = shelf.find("x")
+        fill(shelf, "x", drawn(1 << 20, 1)) if change == "replace" else shelf.delete("x")
+        fill(shelf, "y", drawn(1 << 20, 2))  # Takes memory that was given back.
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            sender = threading.Thread(target=send_all, args=(held, ours))
+            sender.start()
+            found = bytearray()
+            while some := theirs.recv(1 << 16):
+                found += some
+            sender.join()
+        assert found == drawn(1 << 20)
+        held.close()
+
+
+def fill(shelf, key: str, data: bytes) -> None:
+    incoming = shelf.take(key, len(data))
+    while window := incoming.window():
+        count = min(len(window), len(data))
+        window[:count], data = data[:count], data[count:]
+        incoming.filled(count)
+    incoming.commit(absent=False)
+
+
+def send_all(held, connection: socket.socket) -> None:
+    sent = 0
+    while sent < held.nbytes:
+        sent += held.send(connection, sent, held.nbytes - sent)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def test_a_full_node_refuses_before_it_is_sent_anything_and_takes_what_is_removed():
+    shelf = MemoryShelf(10 << 20)
+    with serving(shelf) as server, client(server) as node:
+        node.put("a", [bytes(4 << 20)])
+        node.put("b", [bytes(4 << 20)])
+        free = shelf.free_bytes
+        for nbytes in (4 << 20, 1 << 30):
+            with pytest.raises(Refused, match=f"{server.address}.*write c.*no room"):
+                node.put("c", [bytes(nbytes)])
+        assert shelf.free_bytes == free and node.keys("") == ["a", "b"]
+        node.delete(["a", "never there"])
+        node.put("c", [bytes(5 << 20)])
+        assert node.keys("") == ["b", "c"]
+
+
+def test_many_empty_objects_fill_a_node_as_well():
+    shelf = MemoryShelf(64 << 10)
+    with serving(shelf) as server, client(server) as node:
+        with pytest.raises(Refused, match="no room"):
+            for number in range(100):
+                node.put(f"{number}", [])
+        assert 0 < len(node.keys("")) < 100
+
+
+def test_a_directory_without_room_refuses(tmp_path):
+    shelf = DirectoryShelf(tmp_path)
+    with contextlib.closing(shelf), pytest.raises(OutOfSpace, match="expected room"):
+        shelf.take("x", 1 << 60)
+
+
+def test_a_directory_has_one_server(tmp_path):
+    with contextlib.closing(DirectoryShelf(tmp_path)):
+        with pytest.raises(InUse, match="served already"):
+            DirectoryShelf(tmp_path)
+    DirectoryShelf(tmp_path).close()
+
+
+def test_a_node_hands_out_files_of_its_directory_only(tmp_path):
+    (tmp_path / "secret").write_bytes(b"secret")
+    held = tmp_path / "held"
+    shelf = DirectoryShelf(held)
+    (held / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(held / "pipe")
+    with serving(shelf) as server, client(server) as node:
+        with pytest.raises(Missing):
+            node.get("pipe")
+        with pytest.raises(StorageError) as caught:
+            node.get("link")
+        assert "secret" not in str(caught.value)
+        for key in ("", "/", "../secret", "a/../../secret", "a//b", "./a", "a\x00", "x" * 2000):
+            with pytest.raises(Refused, match="expected a key"):
+                node.get(key)
+        with pytest.raises((Refused, Unanswered)):
+            node.put(".incoming/x", [b""])
+        node.put("a", [b""])
+        with pytest.raises(Refused, match="write a/b"):
+            node.put("a/b", [b""])
+        with pytest.raises(Refused, match="write y"):
+            node.put("y" * 300, [b""])
+    assert held.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_is_put_is_read_by_its_owner_alone(tmp_path):
+    shelf = DirectoryShelf(tmp_path)
+    with serving(shelf) as server, client(server) as node:
+        node.put("a/x", [b"abc"])
+    assert (tmp_path / "a" / "x").stat().st_mode & 0o077 == 0
+
+
+def test_an_address_that_stands_for_all_of_them_is_refused():
+    for bind in ("0.0.0.0", "::"):
+        with pytest.raises(OptionError, match="stands for all of them"):
+            NodeServer(MemoryShelf(1), bind=bind, tokens=Tokens(TOKEN))
+    with pytest.raises(StorageError, match="expected to listen"):
+        NodeServer(MemoryShelf(1), bind="192.0.2.1", tokens=Tokens(TOKEN))
+
+
+def test_a_closed_server_ends_what_is_under_way(shelf):
+    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+    with client(server) as node, half_sent(server.address, "x", 2 << 20):
+        node.put("y", [b"abc"])
+        server.close()
+        with pytest.raises(Unanswered, match=server.address):
+            node.get("y")
+    assert shelf.keys("", after="", most=10) == ["y"]
+
+
+# ---- faults
+
+
+def connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), _PATIENCE_SECS)
+
+
+@contextlib.contextmanager
+def half_sent(address: str, key: str, nbytes: int) -> Iterator[socket.socket]:
+    """A put of which the server has taken the first half."""
+    head = f"PUT /{key} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {nbytes}\r\n"
+    with connected(address) as writer:
+        writer.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
+        assert b" 100 " in writer.recv(100)
+        writer.sendall(bytes(nbytes // 2))
+        yield writer
+
+
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_of_a_writer_that_goes_nothing_is_seen_and_its_room_comes_back(shelf, how):
+    taken = shelf.free_bytes if isinstance(shelf, MemoryShelf) else None
+    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+    with contextlib.closing(server), client(server) as node:
+        node.put("x", [b"before"])
+        with half_sent(server.address, "x", 4 << 20) as writer:
+            assert node.get("x") == b"before" and node.keys("") == ["x"]
+            if how == "resets":
+                writer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.close()  # Once it has ended what was under way.
+        assert shelf.keys("", after="", most=10) == ["x"]
+        if isinstance(shelf, MemoryShelf):
+            shelf.delete("x")
+            assert shelf.free_bytes == taken
+        else:
+            assert [*shelf.incoming.iterdir()] == []
+
+
+def test_a_node_killed_in_a_put_has_what_was_there_and_nothing_of_it(tmp_path):
+    with node_process(TOKEN, tmp_path / "held") as found:
+        with contextlib.closing(Node(found.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as node:
+            node.put("a/x", [b"before"])
+            with half_sent(found.address, "a/x", 4 << 20):
+                found.process.send_signal(signal.SIGKILL)
+                found.process.wait()
+            with pytest.raises(Unanswered, match=found.address):
+                node.get("a/x")
+    assert [*(tmp_path / "held" / ".incoming").iterdir()] != []
+    with node_process(TOKEN, tmp_path / "held") as found:
+        with contextlib.closing(Node(found.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as node:
+            assert node.keys("") == ["a/x"] and node.get("a/x") == b"before"
+    assert [*(tmp_path / "held" / ".incoming").iterdir()] == []
+
+
+@contextlib.contextmanager
+def faulty(server: NodeServer) -> Iterator[tuple[proxy.Proxy, Node]]:
+    """A node behind a network with faults."""
+    behind = servers.Server("nodes", f"http://{server.address}", {}, lambda name: None, None)
+    with proxy.before(behind) as found:
+        address = urllib.parse.urlsplit(found.endpoint).netloc
+        with contextlib.closing(Node(address, TOKEN, deadline_secs=1.0)) as node:
+            yield found, node
+
+
+@pytest.mark.parametrize("kind", [*proxy.KINDS])
+def test_a_faulty_network_costs_an_answer_and_no_byte(server, node, kind):
+    data = drawn(300_000)
+    node.put("there", [data])
+    with faulty(server) as (network, far):
+        for what in ("get", "list", "put", "absent", "delete"):
+            key = f"{what}-x"
+            node.put(key, [b"old"]) if what == "delete" else None
+            plan = network.plan(key if what != "get" else "there", proxy.at({0: kind}))
+            if what == "list":
+                plan = network.plan("list", proxy.at({0: kind}))
+            try:
+                if what == "get":
+                    out = np.zeros(len(data), np.uint8)
+                    far.read_into("there", 0, [out.data])
+                    assert out.tobytes() == data
+                elif what == "list":
+                    assert "there" in far.keys("")
+                elif what == "delete":
+                    far.delete([key])
+                    assert key not in node.keys("")
+                else:
+                    far.put(key, [data], absent=what == "absent")
+                    assert node.get(key) == data
+            except Unanswered as error:
+                assert "expected to" in str(error)
+            except Exists:
+                assert what == "absent" and node.get(key) == data
+            plan.tell()
+            assert plan.struck == [(0, kind)]
+            assert key not in node.keys("") or node.get(key) in (data, b"old")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_an_answer_torn_anywhere_is_never_taken_for_a_whole_one(where, share):
+    body = drawn(200_000)
+    head = (
+        f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(body)}\r\n"
+        f"Content-Range: bytes 0-{len(body) - 1}/{len(body)}\r\n\r\n"
+    ).encode()
+    cut = (
+        int(share * (len(head) - 1)) if where == "head" else len(head) + int(share * len(body)) - 1
+    )
+    with answering((head + body)[:cut]) as address:
+        with contextlib.closing(Node(address, TOKEN, deadline_secs=3.0)) as node:
+            with pytest.raises(Unanswered, match=address):
+                node.read_into("x", 0, [memoryview(bytearray(len(body)))])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\n\r\nabc",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/4\r\n\r\nabcd",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/9\r\n\r\nabc",
+        b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+        b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000,
+    ],
+)
+def test_an_answer_that_is_none_of_a_node_is_refused(answer):
+    with answering(answer) as address:
+        with contextlib.closing(Node(address, TOKEN, deadline_secs=3.0)) as node:
+            with pytest.raises(Refused, match="none of a node"):
+                node.read_into("x", 0, [memoryview(bytearray(3))])
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Somebody who answers every request with the same bytes, and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = listener.accept()
+                    with client, contextlib.suppress(OSError):
+                        client.recv(1 << 16)
+                        client.sendall(answer)
+                        client.shutdown(socket.SHUT_WR)
+                        client.recv(1 << 16)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield "{}:{}".format(*listener.getsockname())
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_server_that_says_nothing_is_given_up_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "{}:{}".format(*listener.getsockname())
+        with contextlib.closing(Node(address, TOKEN, deadline_secs=0.2)) as node:
+            for ask in (lambda: node.get("x"), lambda: node.put("x", [bytes(20 << 20)])):
+                with pytest.raises(Unanswered, match="no answer within 0.2 s"):
+                    ask()
+
+
+def test_connections_are_used_again_and_one_that_was_closed_is_made_anew(shelf):
+    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+    with client(server) as node:
+        with mock.patch.object(socket, "create_connection", wraps=socket.create_connection) as made:
+            for number in range(20):
+                node.put(f"{number}", [b"x"])
+                node.get(f"{number}")
+            assert made.call_count == 1
+        port = int(server.address.rpartition(":")[2])
+        server.close()
+        with contextlib.closing(
+            NodeServer(shelf, bind="127.0.0.1", port=port, tokens=Tokens(TOKEN))
+        ):
+            assert node.get("7") == b"x"
+
+
+# ---- stores
+
+
+def test_a_lost_node_is_named_and_the_others_go_on():
+    with contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(serving(MemoryShelf(1 << 20))) for _ in range(2)]
+        lost = NodeServer(MemoryShelf(1 << 20), bind="127.0.0.1", tokens=Tokens(TOKEN))
+        addresses = [each.address for each in (*kept, lost)]
+        store = NodesStore(addresses, "run", TOKEN)
+        keys = [f"{number}" for number in range(30)]
+        for key in keys:
+            store.put(key, key.encode())
+        lost.close()
+        on_lost = {key for key in keys if ranked(f"run/{key}", addresses)[0] == lost.address}
+        assert 0 < len(on_lost) < 30
+        for key in keys:
+            if key not in on_lost:
+                assert store.get(key) == key.encode()
+                continue
+            with pytest.raises(Unanswered, match=lost.address):
+                store.get(key)
+        with pytest.raises(Unanswered, match=lost.address):
+            store.keys("")
+
+
+def test_nodes_in_any_order_are_the_same_store():
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(serving(MemoryShelf(1 << 20))).address for _ in range(3)]
+        with mock.patch.dict(os.environ, {"DELTACKPT_NODES_TOKEN": TOKEN}):
+            first = buckets.place(f"nodes://{found[0]},{found[1]},{found[2]}/run/1").open()
+            other = buckets.place(f"nodes:/{found[2]},{found[0]},{found[1]}/run/1/").open()
+        assert first.store.url == other.store.url
+        for number in range(10):
+            first.store.put(f"{number}", b"%d" % number)
+        assert [other.store.get(f"{number}") for number in range(10)] == [
+            b"%d" % number for number in range(10)
+        ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nodes://",
+        "nodes:///x",
+        "nodes://a/x",
+        "nodes://a:0/x",
+        "nodes://a:1,a:1/x",
+        "nodes://a:1,/x",
+        "nodes://u:p@a:1/x",
+        "nodes://a:99999",
+    ],
+)
+def test_a_url_that_names_no_nodes_is_refused(url):
+    with pytest.raises(OptionError, match="expected") as caught:
+        buckets.place(url)
+    assert "u:p" not in str(caught.value)
+
+
+def test_a_store_of_nodes_asks_for_its_token(monkeypatch):
+    monkeypatch.delenv("DELTACKPT_NODES_TOKEN", raising=False)
+    with pytest.raises(Refused, match="DELTACKPT_NODES_TOKEN"):
+        buckets.place("nodes://127.0.0.1:1/x").open()
+    with pytest.raises(OptionError, match="endpoint"):
+        buckets.place("nodes://127.0.0.1:1/x", endpoint="http://127.0.0.1:2")
+
+
+def test_tensorstore_reads_all_nodes_by_the_address_of_any():
+    ports = [servers.free_port() for _ in range(3)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            others = stack.enter_context(contextlib.closing(Elsewhere(addresses, TOKEN)))
+            stack.enter_context(serving(MemoryShelf(1 << 22), port=port, elsewhere=others))
+        store = NodesStore(addresses, "run", TOKEN)
+        memory = ts.KvStore.open({"driver": "memory"}).result()
+        values = np.random.default_rng(0).normal(size=(100, 10))
+        spec = {
+            "driver": "zarr3",
+            "kvstore": memory.spec().to_json(),
+            "metadata": {
+                "shape": [100, 10],
+                "data_type": "float64",
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [10, 10]}},
+            },
+        }
+        array = ts.open(spec, create=True).result()
+        array.write(values).result()
+        for key in array.kvstore.list().result():
+            store.put(f"x/{key.decode()}", array.kvstore.read(key).result().value)
+        for address in addresses:
+            there = {
+                "driver": "http",
+                "base_url": f"http://{address}/run/x/",
+                "headers": [f"Authorization: Bearer {TOKEN}"],
+            }
+            found = ts.open({"driver": "zarr3", "kvstore": there}).result()
+            assert np.array_equal(found.read().result(), values)
+            kvstore = ts.KvStore.open(there).result()
+            whole = kvstore.read("c/3/0").result().value
+            assert kvstore.read("c/3/0", byte_range=slice(5, 9)).result().value == whole[5:9]
+            assert kvstore.read("none").result().state == "missing"
+
+
+def test_an_object_of_another_node_that_breaks_off_is_no_object():
+    port = servers.free_port()
+    head = b'HTTP/1.1 200 OK\r\nContent-Length: 300000\r\nETag: "1"\r\n\r\n'
+    with answering(head) as broken:
+        own = f"127.0.0.1:{port}"
+        key = next(f"{i}" for i in range(100) if ranked(f"{i}", [own, broken])[0] == broken)
+        with contextlib.closing(Elsewhere([own, broken], TOKEN)) as others:
+            with (
+                serving(MemoryShelf(1 << 20), port=port, elsewhere=others),
+                connected(own) as asked,
+            ):
+                asked.sendall(
+                    f"GET /{key} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+                )
+                found = b""
+                while some := asked.recv(1 << 16):
+                    found += some
+    assert found.count(b"HTTP/1.1") == 1 and b"Content-Length: 300000" in found
+
+
+# ---- a root
+
+
+def test_a_run_whose_root_is_its_nodes_goes_on_from_an_empty_one(tmp_path):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"DELTACKPT_NODES_TOKEN": TOKEN}))
+        found = [
+            stack.enter_context(node_process(TOKEN, tmp_path / f"held{number}"))
+            for number in range(3)
+        ]
+        url = f"nodes://{','.join(each.address for each in found)}/some/run"
+        first, second = (TrainingNode(url, None, tmp_path / name) for name in "ab")
+        expected = {}
+        with first.manager() as manager:
+            for step in range(4):
+                first.save(manager, step, force_base=step == 2)
+                expected[step] = first.held()
+            manager.wait()
+            assert first.root() == [0, 1, 2, 3] == manager.all_steps()
+        with second.manager() as manager:
+            again = second.restore(manager)
+            assert (again.step, again.chain) == (3, (2, 3))
+            assert same(second.held(), expected[3])
+            assert second.save(manager, 4).kind == "delta"
+            expected[4] = second.held()
+        assert all([*(tmp_path / f"held{number}").glob("some/run/**/*")] for number in range(3))
+        assert verify_root(url).intact
+        shown = command.run("ls", url)
+        assert shown.returncode == 0 and "base" in shown.stdout and "delta" in shown.stdout
+        copied = command.run("copy", url, tmp_path / "copy")
+        assert copied.returncode == 0, copied.stderr
+        assert command.run("verify", tmp_path / "copy").returncode == 0
+        third = TrainingNode(url, None, tmp_path / "c")
+        with third.manager() as manager:
+            for step, held in expected.items():
+                third.restore(manager, step)
+                assert same(third.held(), held), step
+        assert np.array_equal(
+            inspect.open(tmp_path / "copy").at(4)["bias"], jax.device_get(expected[4]["bias"])
+        )
+
+
+def test_node_store_wants_a_token_that_nobody_else_reads(tmp_path, monkeypatch):
+    monkeypatch.delenv("DELTACKPT_NODES_TOKEN", raising=False)
+    refused = command.run("node-store", tmp_path / "held", "--bind", "127.0.0.1")
+    assert refused.returncode == 1 and "--token-file" in refused.stderr
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    for mode, wanted in ((0o644, "0644"), (0o640, "0640")):
+        file.chmod(mode)
+        refused = command.run("node-store", tmp_path / "held", "--token-file", file)
+        assert refused.returncode == 1 and wanted in refused.stderr and TOKEN not in refused.stderr
+    file.chmod(0o600)
+    file.write_text("short")
+    refused = command.run("node-store", tmp_path / "held", "--token-file", file)
+    assert refused.returncode == 1 and "16 to 1,024" in refused.stderr
+    file.write_text(TOKEN)
+    refused = command.run(
+        "node-store", tmp_path / "held", "--token-file", file, "--bind", "0.0.0.0"
+    )
+    assert refused.returncode == 1 and "stands for all" in refused.stderr
+    for given in ([], [tmp_path / "held", "--memory", "1G"]):
+        assert command.run("node-store", *given, "--token-file", file).returncode == 2
+    with node_process("u" * 20, "--memory", "16MiB", "--token-file", file) as found:
+        with contextlib.closing(Node(found.address, TOKEN)) as node:
+            node.put("x", [b"abc"])
+            assert node.get("x") == b"abc"

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has no token, or sends what is no request, gets nothing and keeps nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+from machine import required
+from node_processes import node_process
+
+from deltackpt.errors import OptionError
+from deltackpt.nodes import server as servers
+from deltackpt.nodes.server import NodeServer
+from deltackpt.nodes.shelves import MemoryShelf
+from deltackpt.nodes.tokens import Tokens
+from deltackpt.storage import wire
+from deltackpt.storage.nodes import Node
+from deltackpt.storage.store import Refused
+
+TOKEN = secrets.token_urlsafe(32)
+_PATIENCE_SECS = 60.0
+_NBYTES = 8 << 20
+
+
+@pytest.fixture
+def shelf() -> MemoryShelf:
+    return MemoryShelf(_NBYTES)
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    return Tokens(TOKEN)
+
+
+@pytest.fixture
+def server(shelf, tokens) -> Iterator[NodeServer]:
+    with contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as found:
+        yield found
+
+
+@pytest.fixture
+def node(server) -> Iterator[Node]:
+    with contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as found:
+        found.put("secret", [b"what nobody else may read"])
+        yield found
+        # Whatever was tried.
+        assert found.get("secret") == b"what nobody else may read"
+        assert found.keys("") == ["secret"]
+
+
+def connected(server: NodeServer) -> socket.socket:
+    host, _, port = server.address.rpartition(":")
+    return socket.create_connection((host, int(port)), _PATIENCE_SECS)
+
+
+def said(connection: socket.socket) -> bytes:
+    """All that the server says until it closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while some := connection.recv(1 << 16):
+            found += some
+    return found
+
+
+def told(server: NodeServer, *sent: bytes) -> bytes:
+    """What the server says to some bytes before it closes."""
+    with connected(server) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for some in sent:
+                connection.sendall(some)
+        return said(connection)
+
+
+def request(first: str, *fields: str, token: str = TOKEN) -> bytes:
+    return "\r\n".join([first, f"Authorization: Bearer {token}", *fields, "", ""]).encode("latin-1")
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        b"",
+        b"Authorization: Bearer \r\n",
+        b"Authorization: Bearer " + b"x" * 32 + b"\r\n",
+        b"Authorization: bearer " + TOKEN.encode() + b"\r\n",
+        b"Authorization: Basic " + TOKEN.encode() + b"\r\n",
+        b"Authorization: Bearer " + TOKEN[:-1].encode() + b"\r\n",
+        b"Authorization: Bearer " + TOKEN.encode() + b"x\r\n",
+        b"Authorization: Bearer " + TOKEN.encode() + b", Bearer x\r\n",
+        b"X-Authorization: Bearer " + TOKEN.encode() + b"\r\n",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "LIST"])
+def test_without_the_token_nothing_is_answered(server, node, shown, method):
+    target = "/?list" if method == "LIST" else "/secret"
+    first = f"{'GET' if method == 'LIST' else method} {target} HTTP/1.1\r\n".encode()
+    body = b"Content-Length: 4\r\n" if method == "PUT" else b""
+    found = told(server, first + shown + body + b"\r\n" + (b"evil" if body else b""))
+    assert found.startswith(b"HTTP/1.1 401 ") and found.endswith(b"\r\n\r\n")
+    assert b"nobody" not in found and TOKEN.encode() not in found
+
+
+def test_a_token_that_was_rotated_is_refused_at_once_and_on_kept_connections(server, node, tokens):
+    fresh = secrets.token_urlsafe(32)
+    with contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as kept:
+        assert kept.length("secret")
+        tokens.rotate(fresh)
+        for _ in range(2):
+            with pytest.raises(Refused, match="token") as caught:
+                kept.get("secret")
+            assert TOKEN not in str(caught.value)
+    with contextlib.closing(Node(server.address, fresh, deadline_secs=_PATIENCE_SECS)) as entitled:
+        assert entitled.get("secret")
+    tokens.admit(TOKEN)
+
+
+def test_a_put_whose_token_is_rotated_meanwhile_changes_nothing(server, node, shelf, tokens):
+    head = request("PUT /secret HTTP/1.1", "Content-Length: 8", "Expect: 100-continue")
+    with connected(server) as connection:
+        connection.sendall(head)
+        assert b" 100 " in connection.recv(100)
+        tokens.rotate(secrets.token_urlsafe(32))
+        connection.sendall(b"replaced")
+        assert said(connection).startswith(b"HTTP/1.1 401 ")
+    tokens.rotate(TOKEN)
+
+
+@pytest.mark.parametrize(
+    "token", ["", "short", "x" * 15, "with space and more", "ü" * 20, "x" * 2000]
+)
+def test_tokens_that_could_be_guessed_or_cannot_be_sent_are_refused(token):
+    for make in (Tokens, Tokens().admit, Tokens().rotate):
+        with pytest.raises(OptionError, match="16 to 1,024") as caught:
+            make(token)
+        assert not token or token not in str(caught.value)
+    assert not Tokens().let_in(token)
+
+
+def test_a_token_is_compared_in_constant_time(tokens):
+    with mock.patch("hmac.compare_digest", return_value=False) as compared:
+        assert not tokens.let_in(TOKEN)
+    assert compared.call_count == 1
+    assert TOKEN not in repr(vars(tokens)) and TOKEN.encode() not in pickle.dumps(tokens._digests)
+
+
+# ---- what is no request
+
+
+_NO_REQUESTS = {
+    "another protocol": b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n",
+    "a handshake of TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    + bytes(300)
+    + b"\r\n\r\n",
+    "HTTP/1.0": request("GET /secret HTTP/1.0"),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/1.10": request("GET /secret HTTP/1.10"),
+    "another method": request("POST /secret HTTP/1.1", "Content-Length: 0"),
+    "a tunnel": request("CONNECT 127.0.0.1:22 HTTP/1.1"),
+    "a trace": request("TRACE / HTTP/1.1"),
+    "a whole URL": request("GET http://127.0.0.1/secret HTTP/1.1"),
+    "two spaces": request("GET  /secret HTTP/1.1"),
+    "no target": request("GET HTTP/1.1"),
+    "bare line feeds": request("GET /secret HTTP/1.1").replace(b"\r\n", b"\n") + b"\r\n\r\n",
+    "a bare carriage return": request("GET /secret HTTP/1.1", "X: a\rY: b"),
+    "a folded field": request("GET /secret HTTP/1.1", "X: a", " b"),
+    "a space before the colon": request("GET /secret HTTP/1.1", "X : a"),
+    "a field without a name": request("GET /secret HTTP/1.1", ": a"),
+    "a NUL": request("GET /secret HTTP/1.1", "X: a\0b"),
+    "letters that are none": request("GET /secret HTTP/1.1", "X: \xff"),
+    "two tokens": request("GET /secret HTTP/1.1", f"Authorization: Bearer {TOKEN}"),
+    "two lengths": request("PUT /x HTTP/1.1", "Content-Length: 1", "Content-Length: 2") + b"ab",
+    "lengths in one field": request("PUT /x HTTP/1.1", "Content-Length: 1, 1") + b"a",
+    "a negative length": request("PUT /x HTTP/1.1", "Content-Length: -1"),
+    "a length with a sign": request("PUT /x HTTP/1.1", "Content-Length: +1") + b"a",
+    "a hexadecimal length": request("PUT /x HTTP/1.1", "Content-Length: 0x1") + b"a",
+    "an endless length": request("PUT /x HTTP/1.1", "Content-Length: " + "9" * 19),
+    "no length": request("PUT /x HTTP/1.1"),
+    "chunks": request("PUT /x HTTP/1.1", "Transfer-Encoding: chunked") + b"1\r\na\r\n0\r\n\r\n",
+    "chunks beside a length": request(
+        "PUT /x HTTP/1.1", "Content-Length: 4", "Transfer-Encoding: chunked"
+    )
+    + b"0\r\n\r\nDELETE /secret HTTP/1.1\r\n\r\n",
+    "chunks under another name": request(
+        "PUT /x HTTP/1.1", "Content-Length: 1", "Transfer-Encoding: xchunked"
+    )
+    + b"a",
+    "a body of a GET": request("GET /secret HTTP/1.1", "Content-Length: 5") + b"abcde",
+    "a part of an object": request(
+        "PUT /secret HTTP/1.1", "Content-Length: 1", "Content-Range: bytes 0-0/4"
+    )
+    + b"a",
+    "a condition that is not kept": request(
+        "PUT /secret HTTP/1.1", "Content-Length: 1", 'If-Match: "x"'
+    )
+    + b"a",
+    "another condition": request("PUT /x HTTP/1.1", "Content-Length: 1", 'If-None-Match: "x"')
+    + b"a",
+    "another protocol afterwards": request(
+        "GET /secret HTTP/1.1", "Connection: Upgrade", "Upgrade: h2c"
+    ),
+    "several ranges": request("GET /secret HTTP/1.1", "Range: bytes=0-1,2-3"),
+    "a range of lines": request("GET /secret HTTP/1.1", "Range: lines=0-1"),
+    "a range backwards": request("GET /secret HTTP/1.1", "Range: bytes=3-1"),
+    "an endless range": request("GET /secret HTTP/1.1", f"Range: bytes=0-{'9' * 40}"),
+    "the node as an object": request("PUT / HTTP/1.1", "Content-Length: 1") + b"a",
+    "what is not asked": request("GET /?evil=1 HTTP/1.1"),
+    "a listing as an object": request("PUT /?list HTTP/1.1", "Content-Length: 1") + b"a",
+    "more than was said": request("PUT /x HTTP/1.1", "Content-Length: 1")
+    + b"aDELETE /secret HTTP/1.1\r\n\r\n",
+    **{
+        f"the key {key}": request(f"GET {key} HTTP/1.1")
+        for key in (
+            *("/..", "/../secret", "/a/../secret", "/./secret", "//secret", "/secret/"),
+            *("/%2e%2e/secret", "/%2E%2e/%2e./secret", "/..%2fsecret", "/a%2fb", "/secret%00"),
+            *("/%0d%0aSet-Cookie:x", "/%c0%ae%c0%ae/secret", "/%ff", "/a%2f..%2f..%2fetc"),
+            "/" + "x" * 2000,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("sent", _NO_REQUESTS.values(), ids=_NO_REQUESTS)
+def test_what_is_no_request_is_refused_and_closed(server, node, shelf, sent):
+    free = shelf.free_bytes
+    found = told(server, sent)
+    assert found.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 405 ", b"HTTP/1.1 411 ")), found
+    assert found.count(b"HTTP/1.1") == 1 and b"nobody" not in found
+    assert TOKEN.encode() not in found and shelf.free_bytes == free
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.2, 0.5, 0.8, 0.99])
+def test_a_truncated_head_is_no_request(server, node, cut):
+    whole = request("DELETE /secret HTTP/1.1")
+    with connected(server) as connection:
+        connection.sendall(whole[: int(cut * len(whole))])
+        connection.shutdown(socket.SHUT_WR)
+        assert said(connection) == b""
+
+
+def test_an_oversized_head_is_cut_off(server, node):
+    for sent in (
+        b"GET /secret HTTP/1.1\r\nX: " + b"x" * (1 << 20),
+        b"x" * (1 << 20),
+        request("GET /secret HTTP/1.1", "X: " + "x" * wire.MOST_HEAD_BYTES),
+    ):
+        assert told(server, sent)[:13] in (b"HTTP/1.1 431 ", b"")
+    assert told(
+        server, request("GET /secret HTTP/1.1", *[f"X{i}: a" for i in range(40)])
+    ).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("nbytes", [_NBYTES + 1, 1 << 40, 10**18 - 1])
+def test_a_length_beyond_the_room_is_refused_before_anything_is_taken(server, node, shelf, nbytes):
+    free = shelf.free_bytes
+    with mock.patch("deltackpt.nodes.shelves._memory") as memory:
+        found = told(server, request("PUT /x HTTP/1.1", f"Content-Length: {nbytes}"), bytes(1000))
+    assert found.startswith(b"HTTP/1.1 507 ") and not memory.called and shelf.free_bytes == free
+
+
+def test_made_up_bytes_never_end_a_server(server, node):
+    drawn = np.random.default_rng(0)
+    valid = request("PUT /x HTTP/1.1", "Content-Length: 3", "If-None-Match: *") + b"abc"
+    for _ in range(200):
+        sent = bytearray(valid)
+        for at in drawn.integers(0, len(sent), drawn.integers(1, 6)):
+            sent[at] = drawn.integers(0, 256)
+        with connected(server) as connection:
+            connection.sendall(bytes(sent))
+            connection.shutdown(socket.SHUT_WR)
+            assert b"nobody" not in said(connection)
+        node.delete([key for key in node.keys("") if key != "secret"])
+
+
+# ---- crowds
+
+
+def test_a_thousand_silent_connections_keep_nobody_out(server, node):
+    with contextlib.ExitStack() as crowd:
+        for number in range(1000):
+            crowd.enter_context(connected(server))
+            if number % 100 == 0:
+                # On a connection of its own, in the midst of them.
+                with contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as fresh:
+                    assert fresh.get("secret")
+        # And on the one that was there before.
+        assert node.length("secret")
+        assert len(server._open) <= servers._MOST_CONNECTIONS
+
+
+def test_heads_that_come_a_letter_at_a_time_keep_nobody_out(server, node):
+    whole = request("GET /secret HTTP/1.1", token="x" * 32)
+    with contextlib.ExitStack() as crowd:
+        slow = [crowd.enter_context(connected(server)) for _ in range(100)]
+        for letter in whole[:40]:
+            for connection in slow:
+                connection.sendall(bytes([letter]))
+        with contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as fresh:
+            assert fresh.get("secret")
+
+
+def test_a_head_that_takes_too_long_is_cut_off_however_often_letters_come(shelf, tokens):
+    with (
+        mock.patch.object(servers, "_HEAD_SECS", 0.3),
+        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as server,
+        connected(server) as connection,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        connection.settimeout(0.05)
+        for letter in itertools.cycle(b"x"):
+            connection.sendall(bytes([letter]))
+            with contextlib.suppress(TimeoutError):
+                if connection.recv(100) == b"":
+                    break
+
+
+def test_connections_with_the_token_are_kept_before_those_without(shelf, tokens):
+    made = NodeServer(shelf, bind="127.0.0.1", tokens=tokens, most_connections=4)
+    with contextlib.closing(made) as server, contextlib.ExitStack() as stack:
+        kept = stack.enter_context(connected(server))
+        kept.sendall(request("GET /x HTTP/1.1"))
+        assert kept.recv(1000).startswith(b"HTTP/1.1 404 ")
+        for _ in range(20):
+            stack.enter_context(connected(server))
+        kept.sendall(request("GET /x HTTP/1.1"))
+        assert kept.recv(1000).startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_body_that_stalls_is_dropped_and_its_room_comes_back(shelf, tokens):
+    free = shelf.free_bytes
+    with (
+        mock.patch.object(servers, "_PIECE_SECS", 1.0),
+        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as server,
+        connected(server) as connection,
+    ):
+        connection.sendall(request("PUT /x HTTP/1.1", f"Content-Length: {1 << 20}") + bytes(1000))
+        assert said(connection) == b""
+        assert shelf.free_bytes == free and shelf.keys("", after="", most=9) == []
+
+
+def test_a_reader_that_takes_nothing_is_dropped(shelf, tokens):
+    with (
+        mock.patch.object(servers, "_PIECE_SECS", 1.0),
+        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as server,
+        contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as node,
+        socket.socket() as connection,
+    ):
+        node.put("x", [bytes(7 << 20)])
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = server.address.rpartition(":")
+        connection.connect((host, int(port)))
+        connection.sendall(request("GET /x HTTP/1.1"))
+        while server._busy or not server._open:
+            node.length("x")
+        assert len(said(connection)) < 7 << 20
+
+
+# ---- who is on the same machine
+
+
+def test_memory_of_a_node_is_its_owners(tmp_path):
+    nobody = 65534
+    required(os.geteuid() == 0, "root is needed to become another user")
+    program = (
+        "import glob, os, sys\n"
+        f"os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})\n"
+        "for name in ('mem', 'environ', 'maps', 'fd', 'map_files'):\n"
+        "    path = f'/proc/{sys.argv[1]}/{name}'\n"
+        "    try:\n"
+        "        os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1)\n"
+        "    except OSError:\n"
+        "        continue\n"
+        "    raise SystemExit(f'{path} can be read')\n"
+        "for path in glob.glob('/dev/shm/*'):\n"
+        "    assert 'deltackpt-node' not in path, path\n"
+    )
+    with node_process(TOKEN, "--memory", "16MiB") as found:
+        with contextlib.closing(Node(found.address, TOKEN)) as node:
+            node.put("x", [bytes(1 << 20)])
+        command = [sys.executable, "-S", "-c", program, str(found.process.pid)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+        assert done.returncode == 0, done.stderr
+        # Nor does the token stand where every user reads it.
+        with open(f"/proc/{found.process.pid}/cmdline", "rb") as file:
+            assert TOKEN.encode() not in file.read()
