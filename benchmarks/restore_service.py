@@ -88,7 +88,7 @@ class Service(ways.Deltas):
     def restore(self, template: Any) -> Any:
         result = self._manager.restore_latest(template)
         assert result is not None and not result.skipped
-        assert result.source == "service", result.service_error
+        assert {*result.source} == {"service"}, result.service_error
         return jax.block_until_ready(result.state)
 
 

@@ -104,8 +104,7 @@ class RestoreEvent:
       bytes_read: bytes of tables and slots that were read.
       find_secs: finding the chain, and checking the step's files.
       read_secs: reading, verifying, decoding and merging; dense leaves too.
-      place_secs: placing the state on the devices, and further items. Tables that a service lends
-        are placed while they are read.
+      place_secs: placing the state on the devices, and further items.
       total_secs: the whole call, for this step.
     """
 

@@ -79,8 +79,8 @@ class CheckpointManager:
 
         Args:
           directory: root of the steps: a directory, made where it does not exist; or a bucket, by
-            its URL: ``s3://bucket/run``, ``gs://...`` or ``az://...``. See ``Tiers`` for how saves
-            come there.
+            its URL: ``s3://bucket/run``, ``gs://...``, ``az://...`` or ``nodes://...``. See
+            ``Tiers`` for how saves come there.
           handlers: item names to what handles them: exactly one ``Tables`` (by default
             ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers. Items
             of JSON need none.
@@ -351,8 +351,8 @@ class CheckpointManager:
         """Restores the newest intact step.
 
         Tables and slots come from the memory of a restore service where one holds the step, else
-        from storage, bit for bit the same; ``Restored.source`` says which it was. Each process
-        finds that out for itself.
+        from storage, bit for bit the same; ``Restored.source`` says where each save of its chain
+        was read. Each process finds that out for itself.
 
         Args:
           abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves,

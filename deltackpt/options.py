@@ -163,7 +163,7 @@ class Extents:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Copies:
     """Neighbours that each hold whole copies of a node's saves in memory.
 
@@ -173,13 +173,13 @@ class Copies:
     """
 
     copies: int = 1
-    memory_bytes: int = 8 << 30
+    memory_bytes: int = dataclasses.field(default=8 << 30, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "copies", "memory_bytes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Erasure:
     """Neighbours that hold fragments of a node's saves in memory, of which some may be lost.
 
@@ -192,7 +192,7 @@ class Erasure:
 
     k: int
     m: int
-    memory_bytes: int = 8 << 30
+    memory_bytes: int = dataclasses.field(default=8 << 30, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "k", "m", "memory_bytes")

@@ -87,6 +87,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
         ("step.py", ["--scale", "0.01", "--repeats", "1"]),
         ("scaling.py", ["--scale", "0.02", "--repeats", "1", "--processes", "1", "2"]),
         ("many.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
+        ("nodes.py", ["--scale", "0.02", "--repeats", "1"]),
         ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),

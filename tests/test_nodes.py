@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import secrets
@@ -427,20 +428,46 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline():
                     ask()
 
 
-def test_connections_are_used_again_and_one_that_was_closed_is_made_anew(shelf):
+def test_connections_are_used_again(node):
+    with mock.patch.object(socket, "create_connection", wraps=socket.create_connection) as made:
+        for number in range(20):
+            node.put(f"{number}", [b"x"])
+            node.get(f"{number}")
+    assert made.call_count == 1
+
+
+def test_a_node_that_was_started_again_is_found_again(shelf):
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
+    port = int(server.address.rpartition(":")[2])
+    data = drawn(1 << 20)
     with client(server) as node:
-        with mock.patch.object(socket, "create_connection", wraps=socket.create_connection) as made:
-            for number in range(20):
-                node.put(f"{number}", [b"x"])
-                node.get(f"{number}")
-            assert made.call_count == 1
-        port = int(server.address.rpartition(":")[2])
+        node.put("x", [data])
+        # Many connections are kept.
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            barrier = threading.Barrier(8)
+            assert {*pool.map(lambda _: (barrier.wait(), node.get("x"))[1], range(8))} == {data}
         server.close()
-        with contextlib.closing(
-            NodeServer(shelf, bind="127.0.0.1", port=port, tokens=Tokens(TOKEN))
-        ):
-            assert node.get("7") == b"x"
+        again = NodeServer(shelf, bind="127.0.0.1", port=port, tokens=Tokens(TOKEN))
+        with contextlib.closing(again):
+            for _ in range(3):
+                assert node.get("x") == data
+            node.put("y", [data], absent=True)
+            assert node.keys("") == ["x", "y"]
+
+
+def test_a_listing_is_asked_for_as_the_guide_says(server, node):
+    node.put("a/ü", [b""])
+    node.put("b", [b""])
+    for query, wanted in (("list", b"/a/%C3%BC\n/b\n"), ("list&after=a/%C3%BC", b"/b\n")):
+        with connected(server.address) as asked:
+            asked.sendall(
+                f"GET /?{query} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n"
+                "Connection: close\r\n\r\n".encode()
+            )
+            found = b""
+            while some := asked.recv(1 << 16):
+                found += some
+        assert found.partition(b"\r\n\r\n")[2] == wanted
 
 
 # ---- stores

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 
 import google_crc32c
@@ -189,3 +190,18 @@ def test_contents_say_when_and_under_which_root(tmp_path):
     assert isinstance(found, Contents) and found.name.moment == (4, 1)
     assert (found.root, found.holder, found.save_id) == ("s3://bucket/run", "somebody", SAVE)
     assert held.label.nbytes - start == 1
+
+
+def test_the_golden_pack_is_read_and_written_the_same(tmp_path):
+    folder = Path(__file__).parent / "golden" / "pack-v1"
+    (path,) = (one for one in folder.iterdir() if one.is_file())
+    key, _, crc32c = path.name.rpartition(".")
+    held = types.SimpleNamespace(data=path.read_bytes())
+    held.read_into = lambda start, out: out.__setitem__(
+        slice(None), held.data[start : start + len(out)]
+    )
+    label = Label(key, len(held.data), int(crc32c, 16))
+    found = packing.unpack(held, label, tmp_path / "out", fsync=False)
+    assert tree(tmp_path / "out") == tree(folder / "files")
+    again = Held(FilePack(folder / "files", found))
+    assert (bytes(again.data), again.label) == (held.data, label)

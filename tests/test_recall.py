@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the saves that are held near a lost stage come back: those that training goes on from."""
+"""Which saves held near a lost stage come back: those that training goes on from."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def test_a_service_follows_a_bucket_restores_from_memory_and_compacts(cluster, b
                 trainer.save()
                 found.wait_ready(trainer.step, HANG_SECS)
                 near = restored(trainer, tiers)
-                assert (near.source, near.service_error, near.step) == (
-                    "service",
+                assert ({*near.source}, near.service_error, near.step) == (
+                    {"service"},
                     None,
                     trainer.step,
                 )
@@ -71,7 +71,7 @@ def test_a_service_follows_a_bucket_restores_from_memory_and_compacts(cluster, b
             found.wait_ready(trainer.step, HANG_SECS)
             assert_same(restored(trainer, tiers).state, trainer.state)
             far = restored(trainer, tiers, service=None)
-            assert far.source == "storage"
+            assert {*far.source} <= {"root", "stage"}
             assert_same(far.state, trainer.state)
         finally:
             assert service.stop(url) > 0

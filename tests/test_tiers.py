@@ -806,7 +806,7 @@ def test_a_root_of_another_item_is_refused_and_stays_its_trainers(node):
 def test_no_credentials_are_in_what_is_written_or_told(node, monkeypatch):
     one = node()
     secret = "sEcReT-of-the-test-0123456789"
-    with one.manager(timeouts=Timeouts(close_secs=2, store_secs=2)) as manager:
+    with one.manager(timeouts=Timeouts(close_secs=60, store_secs=2)) as manager:
         one.save(manager, 0)
         manager.wait()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)

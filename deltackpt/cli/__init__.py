@@ -16,6 +16,7 @@ from deltackpt.__about__ import __version__
 from deltackpt.cli import (
     doctoring,
     exchange,
+    keepers,
     keeping,
     looking,
     nodes,
@@ -72,6 +73,7 @@ for command in (
     exchange.export,
     exchange.import_,
     service.group,
+    keepers.group,
 ):
     cli.add_command(command)
 

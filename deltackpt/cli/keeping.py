@@ -265,8 +265,8 @@ def copy(
 ) -> None:
     """Copy steps, with all that restoring them needs, from SOURCE to TARGET.
 
-    Each is a directory, a URL with file://, s3://, gs:// or az://, or a kvstore spec of TensorStore
-    as JSON. Credentials are found as by the tools of the store's maker.
+    Each is a directory, a URL with file://, s3://, gs://, az:// or nodes://, or a kvstore spec of
+    TensorStore as JSON. Credentials are found as by the tools of the store's maker.
 
     Every byte is checked when it is read and after it was written. A step appears at the target
     only when it is whole. A copy that is cut off goes on where it was: start it again.

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _CONNECT_SECS = 20.0
 
-_address = click.option(
+address_option = click.option(
     "--address", default="auto", show_default=True, help="Address of the Ray cluster."
 )
 # The directory need not be one that this machine sees.
-_item = click.option(
+item_option = click.option(
     "--item", default=names.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
 )
 
@@ -42,8 +42,8 @@ def group() -> None:
     epilog="\b\nExample:\n  deltackpt service start /shared/run-17 --replicas 2 --compact-after 10"
 )
 @arguments.root
-@_address
-@_item
+@address_option
+@item_option
 @click.option("--shards", type=int, help="Members that share the rows; the nodes by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
 @click.option("--memory", "memory_bytes", type=arguments.Size(), help="Most memory of a member.")
@@ -60,7 +60,7 @@ def start(
     **options: Any,
 ) -> None:
     """Start the service of DIRECTORY, or what is missing of it."""
-    _connect(address)
+    connect(address)
     standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
     if wait_secs is not None:
         standby.wait_ready(timeout_secs=wait_secs)
@@ -73,12 +73,12 @@ def start(
 
 @group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
 @arguments.root
-@_address
-@_item
+@address_option
+@item_option
 @arguments.as_json
 def status(directory: str, address: str, item: str, as_json: bool) -> None:
     """Show step, lag, bytes and health of every member; exit 1 where one is behind or ill."""
-    _connect(address)
+    connect(address)
     found = service.connect(directory, item).status()
     if as_json:
         click.echo(json.dumps(_plain(found), indent=2))
@@ -91,12 +91,12 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 
 @group.command(epilog="\b\nExample:\n  deltackpt service stop /shared/run-17")
 @arguments.root
-@_address
-@_item
+@address_option
+@item_option
 @arguments.as_json
 def stop(directory: str, address: str, item: str, as_json: bool) -> None:
     """End the service of DIRECTORY; its steps and compacted bases stay."""
-    _connect(address)
+    connect(address)
     ended = service.stop(directory, item)
     if as_json:
         terminal.print_json({"directory": directory, "actors_ended": ended})
@@ -104,7 +104,7 @@ def stop(directory: str, address: str, item: str, as_json: bool) -> None:
         click.echo(f"{directory}: {units.count(ended, 'actor')} ended")
 
 
-def _connect(address: str) -> None:
+def connect(address: str) -> None:
     """Connects to a cluster that runs already; it starts none.
 
     Raises:
@@ -114,12 +114,12 @@ def _connect(address: str) -> None:
     service.require_ray()
     import ray
 
-    def connect() -> None:
+    def join() -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     try:
         # Ray would go on for minutes to ask a head that was stopped.
-        waiting.bounded(connect, _CONNECT_SECS, "ray.init()")
+        waiting.bounded(join, _CONNECT_SECS, "ray.init()")
     except Exception as error:
         late = isinstance(error, WaitTimeout)
         found = f"no answer within {_CONNECT_SECS:.0f} s" if late else str(error)

@@ -13,6 +13,7 @@ from etils import epath
 from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.ledger.steps import Steps
+from deltackpt.restore.step_files import StepFiles
 from deltackpt.restore.steps import Items
 
 
@@ -29,10 +30,12 @@ class OrbaxItems:
         self._root = root
         self._handlers = handlers
 
-    def dense(self, step: int, abstract: dict[str, Any] | None) -> dict[str, Any]:
+    def dense(
+        self, step: int, abstract: dict[str, Any] | None, files: StepFiles | None = None
+    ) -> dict[str, Any]:
         """As ``ItemReader.dense``."""
         handler = dense.handler()
-        with self._item_dir(step, names.DENSE_ITEM) as item_dir:
+        with self._item_dir(step, names.DENSE_ITEM, files) as item_dir:
             metadata = handler.metadata(item_dir)
             if abstract is not None:
                 dense.check(abstract, metadata, step)
@@ -44,19 +47,24 @@ class OrbaxItems:
         with self._item_dir(step, names.DENSE_ITEM) as item_dir:
             return dense.abstract(dense.handler().metadata(item_dir))
 
-    def items(self, step: int, items: Items) -> Mapping[str, Any]:
+    def items(self, step: int, items: Items, files: StepFiles | None = None) -> Mapping[str, Any]:
         """As ``ItemReader.items``."""
-        return {name: self._item(step, name, args) for name, args in sorted(items.items())}
+        return {name: self._item(step, name, args, files) for name, args in sorted(items.items())}
 
-    def _item(self, step: int, name: str, args: Any) -> Any:
+    def _item(self, step: int, name: str, args: Any, files: StepFiles | None) -> Any:
         handler = self._handlers[name]
         if args is None:
             _, kind = ocp.args.get_registered_args_cls(handler)
             args = kind()
-        with self._item_dir(step, name) as item_dir:
+        with self._item_dir(step, name, files) as item_dir:
             return handler.restore(item_dir, args=args)
 
     @contextlib.contextmanager
-    def _item_dir(self, step: int, name: str) -> Iterator[epath.Path]:
+    def _item_dir(
+        self, step: int, name: str, files: StepFiles | None = None
+    ) -> Iterator[epath.Path]:
+        if files is not None:
+            yield epath.Path(files.folder(name))
+            return
         with self._root.local(step, name) as item_dir:
             yield epath.Path(item_dir)

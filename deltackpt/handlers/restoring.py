@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -131,7 +132,8 @@ class Restorer:
 
         def read() -> tuple[Loaded, float, float]:
             found, found_at = self._find(step, None, ranges, None)
-            return *self._load(found, progress), found_at
+            with contextlib.ExitStack() as held:
+                return *self._load(found, progress, held), found_at
 
         try:
             loaded, read_at, found_at = self._from_any_copy(step, read)
@@ -178,11 +180,13 @@ class Restorer:
             found = self._steps.find(step, template, rows, service)
         return found, time.perf_counter()
 
-    def _load(self, found: Found, progress: Progress | None) -> tuple[Loaded, float]:
+    def _load(
+        self, found: Found, progress: Progress | None, held: contextlib.ExitStack
+    ) -> tuple[Loaded, float]:
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = SaveId(*self._run.among.agree("choosing a save", own))
         with self._run.among.together(f"restoring step {found.step}"):
-            loaded = self._steps.load(found, agreed, progress)
+            loaded = self._steps.load(found, agreed, progress, held)
         return loaded, time.perf_counter()
 
     def _restore(
@@ -196,16 +200,17 @@ class Restorer:
         run, started = self._run, time.perf_counter()
         items = restore_args(items, self._extra, run.item)
         found, found_at = self._find(step, template, None, service)
-        loaded, read_at = self._load(found, progress)
-        merged = loaded.tables
-        drawn = run.among.agree("a new run", new_run())
-        identity = touch_state.identity_of(drawn)
-        state, fresh = steps.joined(template, found, loaded, identity)
-        extra: dict[str, Any] = {}
-        if items:
-            with run.among.together(f"restoring items of step {step}"):
-                extra = self._steps.items(found, items)
-                found.check_stays()
+        with contextlib.ExitStack() as held:
+            loaded, read_at = self._load(found, progress, held)
+            merged = loaded.tables
+            drawn = run.among.agree("a new run", new_run())
+            identity = touch_state.identity_of(drawn)
+            state, fresh = steps.joined(template, found, loaded, identity)
+            extra: dict[str, Any] = {}
+            if items:
+                with run.among.together(f"restoring items of step {step}"):
+                    extra = self._steps.items(found, items, loaded.files)
+                    found.check_stays()
         if not run.options.read_only:
             self._go_on_from(found, merged, state, fresh, drawn)
         seconds = self._tell(step, merged, started, found_at, read_at)

@@ -50,7 +50,8 @@ def open_steps(
     """Opens the steps of a directory or of a bucket, to be read; nothing is made or removed.
 
     Args:
-      where: a path, a URL (``file://``, ``s3://``, ``gs://``, ``az://``) or a kvstore spec as JSON.
+      where: a path, a URL (``file://``, ``s3://``, ``gs://``, ``az://``, ``nodes://``) or a kvstore
+        spec as JSON.
       item: name of our item in the steps; found in the newest step by default.
       endpoint: address of the server of a bucket, where it is not the service's own.
       deadline_secs: of each call of a bucket.

@@ -17,6 +17,7 @@ import ipaddress
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 import urllib.parse
@@ -253,9 +254,12 @@ class NodeServer:
         connection.is_known = True
         begun = bytes(connection.buffer[end:])
         connection.buffer.clear()
+        try:
+            self._workers.submit(self._serve, connection, request, begun)
+        except RuntimeError:  # No thread can be started.
+            return self._close(connection)
         self._selector.unregister(connection.client)
         self._busy.add(connection)
-        self._workers.submit(self._serve, connection, request, begun)
 
     def _understood(self, head: bytes) -> _Request:
         """A request of somebody who may make it.
@@ -274,7 +278,7 @@ class NodeServer:
         path, _, asked = target.partition("?")
         try:
             nbytes, key = found.nbytes, wire.key_of(path)
-            query = dict(urllib.parse.parse_qsl(asked, True, True, errors="strict"))
+            query = dict(urllib.parse.parse_qsl(asked, True, errors="strict"))
         except ValueError as error:
             raise _Refusal("400 Bad Request") from error
         if method not in ("GET", "HEAD", "PUT", "DELETE"):
@@ -330,6 +334,11 @@ class NodeServer:
             goes_on = self._answered(connection.client, request, begun)
         except OSError:  # The client is gone, or too slow.
             pass
+        except Exception:
+            # As of any other thread: nobody asks for the result of this one.
+            threading.excepthook(
+                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            )
         finally:
             if not goes_on:
                 with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -59,6 +59,8 @@ class RestoredTables:
       bytes_read: bytes of the stored arrays that were read.
       seconds: wall time of reading and merging.
       source: where they were read from.
+      files: the bytes of the files beside the tables, by their posix path below the step, where
+        the source has them too.
     """
 
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
@@ -68,6 +70,7 @@ class RestoredTables:
     seconds: float
     source: str = "storage"
     placed: dict[str, dict[str, Any]] | None = None
+    files: Mapping[str, np.ndarray] | None = None
 
     @property
     def fields(self) -> dict[str, dict[str, Any]]:

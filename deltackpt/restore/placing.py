@@ -118,22 +118,6 @@ def place(
     return placed
 
 
-def may_borrow(templates: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether placing only reads the buffers: every leaf goes to devices with their own memory.
-
-    On a CPU device jax keeps aligned host memory as the array's, also where it is told not to
-    (0.10.2).
-    """
-    return all(_on_accelerators(leaf) for fields in templates.values() for leaf in fields.values())
-
-
-def _on_accelerators(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray):
-        return False
-    devices = [device for device in _boxes(leaf) if device is not None]
-    return all(device.platform != "cpu" for device in devices or jax.local_devices()[:1])
-
-
 def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
     if isinstance(template, np.ndarray):

@@ -27,20 +27,21 @@ class RowSource(Protocol):
     """
 
     def tables(
-        self, save: StoredSave, wanted: Wanted | None, *, timeout_secs: float, lend: bool
+        self, save: StoredSave, wanted: Wanted | None, *, timeout_secs: float
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         """What is wanted of exactly this save, bit for bit as storage has it.
+
+        The buffers are the caller's for good, to be written to as well. Where ``files`` are given,
+        all that the step's own digests cover and these themselves are among them; they may be read
+        while somebody refers to them.
 
         Args:
           save: the step, as its manifest in storage says.
           wanted: what to restore; by default every table and slot as a whole.
           timeout_secs: longest wait for the source to hold the step, and for each of its answers.
-          lend: whether buffers may be memory of the source, which holds the step while the
-            context lasts; otherwise they are the caller's for good.
 
         Raises:
-          ServiceError: it cannot be had from here; storage still has it. Where leaving the
-            context raises it, lent memory changed, and what was made of it is void.
+          ServiceError: it cannot be had from here; storage still has it.
         """
         ...
 

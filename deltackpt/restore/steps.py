@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one process reads of a step: its tables, its dense leaves and its further items.
 
-Tables come from a source that has them in memory, else from storage; the rest through an
+All of it comes from a source that has it in memory, else from storage; what is no table through an
 ``ItemReader`` (``handlers.reading`` has Orbax's). Several processes agree with each other between
 these calls, which is the manager's business.
 """
@@ -15,8 +15,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-import jax
-
 from deltackpt import processes
 from deltackpt.errors import (
     ServiceError,
@@ -24,6 +22,7 @@ from deltackpt.errors import (
     TemplateMismatch,
     without_frames,
 )
+from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
@@ -33,6 +32,7 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Wanted, wanted_rows
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
+from deltackpt.restore.step_files import StepFiles
 from deltackpt.state import marks, tables, touch_state
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
@@ -52,13 +52,16 @@ Service = RowSource | Literal["auto"] | None
 class ItemReader(Protocol):
     """Reads what lies beside the tables. All processes make the same calls in the same order."""
 
-    def dense(self, step: int, abstract: dict[str, Any] | None) -> dict[str, Any]:
+    def dense(
+        self, step: int, abstract: dict[str, Any] | None, files: StepFiles | None = None
+    ) -> dict[str, Any]:
         """Dense leaves of a committed step.
 
         Args:
           step: its number.
           abstract: what to restore, nested dicts with the wanted shardings; None for everything, as
             numpy arrays.
+          files: of the step, where they need not be read from storage.
 
         Raises:
           TemplateMismatch: the step has other leaves.
@@ -66,7 +69,7 @@ class ItemReader(Protocol):
         """
         ...
 
-    def items(self, step: int, items: Items) -> Mapping[str, Any]:
+    def items(self, step: int, items: Items, files: StepFiles | None = None) -> Mapping[str, Any]:
         """Further items of a committed step, which it has.
 
         Raises:
@@ -115,11 +118,19 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a restore has read; ``problem`` is why the tables did not come from a source."""
+    """What a restore has read.
+
+    Attributes:
+      tables: merged tables and slots.
+      dense: leaves that are neither.
+      problem: why nothing came from a source.
+      files: what a source gave of the step beside its tables.
+    """
 
     tables: RestoredTables
     dense: dict[str, Any]
     problem: ServiceError | None
+    files: StepFiles | None
 
 
 class StepReader:
@@ -155,7 +166,7 @@ class StepReader:
     def find(self, step: int, template: Any, rows: RowRanges | None, service: Service) -> Found:
         """A step, its chain unless it may come from a service, and what is wanted of it.
 
-        Checks this process's share of the step's files.
+        Checks this process's share of the step's files, unless a source may have them.
 
         Args:
           step: its number.
@@ -180,48 +191,68 @@ class StepReader:
             elif expected is not None:
                 placing.check_template(expected.layout, expected.fields, target)
                 wanted = placing.wanted_of(expected.fields)
-            if rows is None:
+            if rows is None and source is None:
                 self._root.check_step_files(step_dir, self._share)
         return Found(step, target, chain, source, problem, expected, wanted, dense=rows is None)
 
-    def load(self, found: Found, agreed: SaveId, progress: Progress | None) -> Loaded:
+    def load(
+        self,
+        found: Found,
+        agreed: SaveId,
+        progress: Progress | None,
+        held: contextlib.ExitStack,
+    ) -> Loaded:
         """Merged tables and Orbax's dense leaves.
 
         Args:
           found: the step.
           agreed: the save that all processes are to read.
           progress: called with bytes read and bytes in all.
+          held: ends what further items may be read from.
 
         Raises:
           RestoreError: what is wrong with the step.
         """
         with self._standing(found):
-            if found.dense:
-                # Orbax mostly waits for its own threads, and the merge for memory.
-                with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
-                    leaves = pool.submit(self._dense, found)
-                    loaded = self._tables(found, progress)
-                    loaded = dataclasses.replace(loaded, dense=leaves.result())
-            else:
-                loaded = self._tables(found, progress)
-            found.check_stays(agreed, loaded.tables.chain[-1].save_id)
-        return loaded
+            merged, files, problem = self._from_memory(found, held)
+            if files is None and found.dense and found.source is not None:
+                # ``find`` left all of it to the source, and other processes may have it from there.
+                self._root.check_step_files(found.target.step_dir)
+            # Orbax mostly waits for its own threads, and the merge for memory.
+            with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
+                leaves = pool.submit(self._dense, found, files)
+                if merged is None:
+                    merged = self._from_storage(found, progress)
+                elif progress is not None:
+                    progress(merged.bytes_read, merged.bytes_read)
+                dense = leaves.result()
+            found.check_stays(agreed, merged.chain[-1].save_id)
+        return Loaded(merged, dense, problem, files)
 
-    def items(self, found: Found, items: Items) -> dict[str, Any]:
+    def items(self, found: Found, items: Items, files: StepFiles | None) -> dict[str, Any]:
         """Further items of a step, by name.
+
+        Args:
+          found: the step.
+          items: what to restore each by.
+          files: what a source gave of the step.
 
         Raises:
           TemplateMismatch: it was saved without one.
         """
         step_dir = found.target.step_dir
         with self._standing(found):
-            missing = [name for name in items if not (step_dir / name).exists()]
+
+            def has(name: str) -> bool:
+                return name in files if files is not None else (step_dir / name).exists()
+
+            missing = [name for name in items if not has(name)]
             if missing:
                 raise TemplateMismatch(
                     f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
                     f"without {', '.join(missing)}; restore without them"
                 )
-            restored = self._others.items(found.step, items)
+            restored = self._others.items(found.step, items, files)
             return {name: restored[name] for name in items}
 
     def _standing(self, found: Found) -> contextlib.AbstractContextManager[None]:
@@ -240,18 +271,19 @@ class StepReader:
         except Exception as error:
             return None, _service_error(error)
 
-    def _tables(self, found: Found, progress: Progress | None) -> Loaded:
-        """Tables from the source where it has them, else from storage."""
-        problem = found.problem
+    def _from_memory(
+        self, found: Found, held: contextlib.ExitStack
+    ) -> tuple[RestoredTables | None, StepFiles | None, ServiceError | None]:
+        """Tables and files from the source where it has them, else why not."""
+        problem, merged, files = found.problem, None, None
         if found.source is not None:
             try:
-                merged = self._from_source(found.source, found)
+                with found.source.tables(
+                    found.target, found.wanted, timeout_secs=self._service_secs
+                ) as merged:
+                    files = self._files(found, merged, held)
             except Exception as error:
-                problem = _service_error(error)
-            else:
-                if progress is not None:
-                    progress(merged.bytes_read, merged.bytes_read)
-                return Loaded(merged, {}, None)
+                problem, merged = _service_error(error), None
         if problem is not None:
             process = processes.index()
             _logger.warning(
@@ -261,33 +293,30 @@ class StepReader:
                 problem,
                 extra={"process_index": process},
             )
+        return merged, files, problem
+
+    def _files(
+        self, found: Found, merged: RestoredTables, held: contextlib.ExitStack
+    ) -> StepFiles | None:
+        """What the source has beside tables, dense leaves checked and ready to be restored."""
+        if merged.files is None:
+            return None
+        files = StepFiles(merged.files, found.target.step_dir.name)
+        held.callback(files.close)
+        if found.target.layout.dense:
+            files.folder(names.DENSE_ITEM)
+        return files
+
+    def _from_storage(self, found: Found, progress: Progress | None) -> RestoredTables:
         chain = found.saves or saves.read_chain(found.target.step_dir, self._item)
-        merged = reader.restore_tables(chain, wanted=found.wanted, progress=progress)
-        return Loaded(merged, {}, problem)
+        return reader.restore_tables(chain, wanted=found.wanted, progress=progress)
 
-    def _from_source(self, source: RowSource, found: Found) -> RestoredTables:
-        """Tables from memory elsewhere; placed from there where devices have memory of their own.
-
-        Raises:
-          ServiceError: it does not have them.
-        """
-        templates = None if found.expected is None else found.expected.fields
-        lend = templates is not None and placing.may_borrow(templates)
-        with source.tables(
-            found.target, found.wanted, timeout_secs=self._service_secs, lend=lend
-        ) as merged:
-            if lend and templates is not None:
-                placed = placing.place(merged, templates)
-                jax.block_until_ready(placed)
-                merged = dataclasses.replace(merged, buffers={}, placed=placed)
-        return merged
-
-    def _dense(self, found: Found) -> dict[str, Any]:
-        if not found.target.layout.dense:
+    def _dense(self, found: Found, files: StepFiles | None) -> dict[str, Any]:
+        if not found.dense or not found.target.layout.dense:
             return {}
         saves.check_dense(found.target)
         abstract = None if found.expected is None else found.expected.dense
-        return self._others.dense(found.step, abstract)
+        return self._others.dense(found.step, abstract, files)
 
 
 def joined(
@@ -304,7 +333,7 @@ def joined(
     expected, merged = found.expected, loaded.tables
     if expected is None:
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
-    placed = merged.placed or placing.place(merged, expected.fields)
+    placed = placing.place(merged, expected.fields)
     found_in = [touch_state.fresh(each.state, identity, traced=False) for each in expected.marks]
     known = {table for state in found_in for table in marks.matched(state, expected.layout)}
     others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}

@@ -88,6 +88,7 @@ class RestoreActor:
             passed = found is not None and found.run == run and found.step > step
             soon = found is not None and not passed and self._error is None
             return protocol.packed(Pinned(refused=str(error), soon=soon, held=found))
+        files = holding.files
         return protocol.packed(
             Pinned(
                 pin=pin,
@@ -95,6 +96,8 @@ class RestoreActor:
                 place=follower.place,
                 sequence=holding.sequence,
                 chain=holding.chain,
+                files=() if files is None else files.index,
+                files_place=None if files is None else files.memory.place,
             )
         )
 
@@ -117,6 +120,16 @@ class RestoreActor:
         except ServiceUnavailable as error:
             return str(error)
         return rows.reshape(-1).view(np.uint8)
+
+    @ray.method(concurrency_group="read")
+    def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray | str:
+        """Bytes of a file of a pinned state; words where they cannot be had."""
+        if self._follower is None:
+            return f"{self._member}: {self._health}"
+        try:
+            return self._follower.read_file(pin, name, start, stop)
+        except ServiceUnavailable as error:
+            return str(error)
 
     def stop(self) -> None:
         """Ends following; the actor is killed afterwards."""

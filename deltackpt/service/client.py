@@ -106,7 +106,6 @@ class RestoreService:
         wanted: Wanted | None = None,
         *,
         timeout_secs: float = 10.0,
-        lend: bool = False,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         """What is wanted of a step, from the members' memory; see ``RowSource`` and ``reading``.
 
@@ -121,7 +120,7 @@ class RestoreService:
                 "found that of another directory; connect() to the directory of the manager"
             )
         replicas = self._replicas(min(_DESCRIBE_SECS, timeout_secs / 2))
-        return reading(save, replicas, wanted, timeout_secs=timeout_secs, lend=lend)
+        return reading(save, replicas, wanted, timeout_secs=timeout_secs)
 
     # Looking.
 

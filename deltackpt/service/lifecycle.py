@@ -50,7 +50,7 @@ def start(
       StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
     """
     options = options or ServiceOptions()
-    nodes = _nodes()
+    nodes = living_nodes()
     root = names.root_name(directory)
     if buckets.is_url(root):
         # There may be nothing in it yet.
@@ -105,7 +105,7 @@ def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_IT
     Raises:
       ServiceUnavailable: this process is not connected to Ray.
     """
-    _nodes()
+    living_nodes()
     key = names.key(directory, item)
     wanted = [member.name for member in names.members(key)]
     wanted += [name for name in names.listed() if name == names.compactor_name(key)]
@@ -122,7 +122,7 @@ def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_IT
     return len(actors)
 
 
-def _nodes() -> list[str]:
+def living_nodes() -> list[str]:
     """Ray's ids of the nodes, in the order of their addresses; of those with CPUs where any have.
 
     A head that was given none is not meant to work.

@@ -15,10 +15,11 @@ from deltackpt.errors import RestoreError, ServiceMismatch
 from deltackpt.format import manifest
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
+from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryAddress
 
 #: Raised by one where a member's answers or arguments change their meaning.
-PROTOCOL = 1
+PROTOCOL = 2
 _MAGIC = "deltackpt.service"
 _Record = TypeVar("_Record", "Description", "Pinned")
 
@@ -68,6 +69,8 @@ class Pinned:
       place: where processes of the same machine find its memory.
       sequence: of the memory.
       chain: the saves that the state was merged from, base first.
+      files: of the step beside its tables, where they are held.
+      files_place: where processes of the same machine find theirs.
     """
 
     protocol: int = PROTOCOL
@@ -79,6 +82,8 @@ class Pinned:
     place: MemoryAddress | None = None
     sequence: int = 0
     chain: tuple[SaveInfo, ...] = ()
+    files: tuple[HeldFile, ...] = ()
+    files_place: MemoryAddress | None = None
 
 
 def packed(record: Description | Pinned) -> bytes:

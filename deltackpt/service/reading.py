@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One restore from a service: keep a state on every member that is needed, copy it, prove it whole.
+"""One restore from a service: keep a state on every member that is needed, take it, prove it whole.
 
-Members on this machine are copied from directly, the others answer in parallel. A member that does
-not answer, or that went on to another state, is replaced by another replica.
+What a member on this machine holds in one place is mapped, copy-on-write, and is the reader's for
+good (``standby.memory``); the rest is copied. The others answer in parallel. A member that does not
+answer, or that went on to another state, is replaced by another replica.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from deltackpt.service import calls, protocol
 from deltackpt.service.names import Member
 from deltackpt.service.protocol import Pinned
 from deltackpt.standby import gate, shards
+from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryReader
 from deltackpt.standby.shards import Region
 
@@ -63,21 +65,17 @@ def reading(
     wanted: Wanted | None,
     *,
     timeout_secs: float,
-    lend: bool,
 ) -> Iterator[RestoredTables]:
-    """What is wanted of a save, whole while the context lasts.
+    """What is wanted of a save, and the files beside its tables.
 
     Args:
       save: the step, as its manifest in storage says.
       replicas: of each shard the members that hold it, in the order in which to ask them.
       wanted: what to restore; by default every table and slot as a whole.
       timeout_secs: longest wait for a state to be held, and for each answer.
-      lend: whether buffers may be the memory of members on this machine. What was done with them
-        is void where leaving the context raises.
 
     Raises:
-      ServiceUnavailable: no replica of a shard that is needed holds the save in time, or lent
-        memory changed.
+      ServiceUnavailable: no replica of a shard that is needed holds the save in time.
       ServiceMismatch: a member is of another run or version.
     """
     started = time.perf_counter()
@@ -89,23 +87,26 @@ def reading(
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(copiers, "deltackpt-copy"))
         pins = stack.enter_context(_Pins())
-        lent = buffers if lend else None
-        read = _Read(save, timeout_secs, pins, pool, lent)
+        read = _Read(save, timeout_secs, pins, pool, buffers)
         askers = stack.enter_context(
             concurrent.futures.ThreadPoolExecutor(
                 min(len(needed), _SHARDS_AT_ONCE), "deltackpt-ask"
             )
         )
-        chains = list(askers.map(lambda shard: read.shard(replicas[shard], work[shard]), needed))
+
+        def take(shard: int) -> tuple[SaveInfo, ...]:
+            return read.shard(replicas[shard], work[shard], with_files=shard == needed[0])
+
+        taken = list(askers.map(take, needed))
         yield RestoredTables(
             buffers=buffers,
             layout=save.layout,
-            chain=chains[0],
+            chain=taken[0],
             bytes_read=sum(copy.nbytes for copies in work for copy in copies),
             seconds=time.perf_counter() - started,
             source="service",
+            files=read.files,
         )
-        pins.check()
 
 
 class _Pin(NamedTuple):
@@ -162,11 +163,6 @@ class _Pins:
         with contextlib.suppress(ServiceError, ray.exceptions.RayError):
             calls.actor(pin.member).unpin.remote(pin.pinned.pin)
 
-    def check(self) -> None:
-        """Checks every state that is still kept."""
-        for pin in self._pins:
-            pin.check()
-
     def _renew(self) -> None:
         while not self._done.wait(gate.PIN_SECS / 3):
             for pin in [*self._pins]:
@@ -183,16 +179,20 @@ class _Read:
         timeout_secs: float,
         pins: _Pins,
         pool: concurrent.futures.Executor,
-        lent: dict[str, dict[str, dict[Box, np.ndarray]]] | None,
+        buffers: dict[str, dict[str, dict[Box, np.ndarray]]],
     ):
         self._save = save
         self._timeout_secs = timeout_secs
         self._end = time.monotonic() + timeout_secs
         self._pins = pins
         self._pool = pool
-        self._lent = lent
+        self._buffers = buffers
+        #: The bytes of the files beside the tables, where the member that was asked has them.
+        self.files: dict[str, np.ndarray] | None = None
 
-    def shard(self, members: Sequence[Member], copies: Sequence[_Copy]) -> tuple[SaveInfo, ...]:
+    def shard(
+        self, members: Sequence[Member], copies: Sequence[_Copy], *, with_files: bool
+    ) -> tuple[SaveInfo, ...]:
         """Takes the rows of one shard from the first replica that can give them."""
         refusal: ServiceError | None = None
         silence: ServiceError | None = None
@@ -202,7 +202,7 @@ class _Read:
                 try:
                     pinned = self._pin(member, others=len(members) - number - 1)
                     if pinned.pin:
-                        self._take(self._pins.add(member, pinned), copies)
+                        self._take(self._pins.add(member, pinned), copies, with_files)
                         return pinned.chain
                     soon = soon or pinned.soon
                     refusal = self._refusal(member, pinned)
@@ -232,34 +232,59 @@ class _Read:
             )
         return ServiceUnavailable(pinned.refused)
 
-    def _take(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
-        """Copies what is wanted of a state; what is lent of it stays pinned."""
+    def _take(self, pin: _Pin, copies: Sequence[_Copy], with_files: bool) -> None:
+        """Takes what is wanted of a state, and ends its pin."""
         try:
+            files = self._files_of(pin) if with_files and pin.pinned.files else None
             if pin.memory is None:
                 self._fetch(pin, copies)
             else:
-                whole = [(copy, self._lendable(copy)) for copy in copies]
+                whole = [(copy, self._mappable(copy)) for copy in copies]
                 self._copy(pin.memory, [copy for copy, place in whole if place is None])
                 pin.check()
-                # Last: another replica would not take back what was lent of this one.
-                lent = [(copy, *place) for copy, place in whole if place is not None]
-                for copy, fields, box in lent:
+                # Last: another replica would not take back what came from this one.
+                mapped = [(copy, *place) for copy, place in whole if place is not None]
+                for copy, fields, box in mapped:
                     fields[box] = _rows(pin.memory, copy)
-                if lent:
-                    return
-        except BaseException:
+                if mapped:
+                    pin.memory.keep()
+            self.files = self.files or files
+        finally:
             self._pins.end(pin)
-            raise
-        self._pins.end(pin)
 
-    def _lendable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
+    def _files_of(self, pin: _Pin) -> dict[str, np.ndarray]:
+        """The files of a state: mapped, or fetched from another machine."""
+        pinned, memory = pin.pinned, None
+        assert pinned.files_place is not None
+        with contextlib.suppress(OSError):
+            memory = MemoryReader(pinned.files_place)
+        if memory is not None:
+            return {
+                file.name: memory.array(file.offset, (file.nbytes,), np.dtype(np.uint8))
+                for file in pinned.files
+            }
+        return {file.name: self._file(pin, file) for file in pinned.files}
+
+    def _file(self, pin: _Pin, file: HeldFile) -> np.ndarray:
+        found = np.empty(file.nbytes, np.uint8)
+        actor = calls.actor(pin.member)
+        for start in range(0, file.nbytes, _PIECE_BYTES):
+            stop = min(file.nbytes, start + _PIECE_BYTES)
+            call = actor.read_file.remote(pin.pinned.pin, file.name, start, stop)
+            data = calls.answer(pin.member, call, self._timeout_secs)
+            if isinstance(data, str):
+                raise ServiceUnavailable(data)
+            found[start:stop] = data
+        return found
+
+    def _mappable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
         """The buffer that may be a member's memory itself, which holds it all in one place."""
-        if self._lent is None or (copy.start, copy.stop) != copy.target.rows:
+        if (copy.start, copy.stop) != copy.target.rows:
             return None
         if copy.target.columns != copy.region.columns:
             return None
         table = copy.region.table
-        fields = self._lent[table.name][copy.region.field]
+        fields = self._buffers[table.name][copy.region.field]
         rows = (copy.start - table.offset, copy.stop - table.offset)
         for box in fields:
             # The box of a template that has grown is longer than the target.

@@ -6,6 +6,10 @@ save holds is read, verified and decoded first; only then does the memory change
 copying the rows takes, so that a damaged save changes nothing. A new base of the same tables is
 compared with what is held, and changes only the rows that differ.
 
+A reader on the same machine keeps what it has mapped (``standby.memory``). The next change then
+goes to a copy, once after each such restore, and the old memory is the reader's. With the rows it
+holds the step's other files (``standby.files``), so that the whole step can be had from memory.
+
 Source of the standing service that is fed by deltas: "Continuous checkpointing of deep learning
 recommendation models" (thesis), where a loading process applies streamed rows to a copy in memory.
 """
@@ -42,8 +46,9 @@ from deltackpt.reading.reader import Read
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Targets
 from deltackpt.resources.memory import available_bytes
-from deltackpt.standby import shards
+from deltackpt.standby import files, shards
 from deltackpt.standby.difference import changed_rows
+from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.storage.store import FileStore, Spot, Stamp
@@ -63,12 +68,15 @@ class Holding:
       layout: its tables.
       sequence: of the memory while it holds this state.
       lag_secs: how long after the commit of the newest save it was there.
+      files: of the newest save, beside its tables; None where it has none that are covered by
+        digests, or they do not fit.
     """
 
     chain: tuple[SaveInfo, ...]
     layout: Layout
     sequence: int
     lag_secs: float
+    files: HeldFiles | None
 
     @property
     def save(self) -> SaveInfo:
@@ -209,6 +217,8 @@ class Follower:
     def pin(self, save_id: SaveId, timeout_secs: float) -> tuple[int, Holding]:
         """Keeps a state for ``gate.PIN_SECS``, or until ``unpin``.
 
+        Memory that is mapped meanwhile by a reader on this machine is left to it.
+
         Raises:
           ServiceUnavailable: it is not held, and was not within the timeout; ``found`` in the
             message says what is.
@@ -216,6 +226,8 @@ class Follower:
         pin = self._gate.pin(timeout_secs)
         holding = self._holding
         if pin is not None and holding is not None and holding.save.save_id == save_id:
+            assert self._tables is not None
+            self._tables.memory.hand_over()
             return pin, holding
         if pin is not None:
             self._gate.unpin(pin)
@@ -254,17 +266,54 @@ class Follower:
             f"{stop}) of {group}.{field}, found none; restore from storage"
         )
 
+    def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray:
+        """A copy of some bytes of a file of a pinned state.
+
+        Raises:
+          ServiceUnavailable: the pin has ended, or there is no such file.
+        """
+        holding = self._holding if self._gate.renew(pin) else None
+        if holding is not None and holding.files is not None:
+            for file in holding.files.index:
+                if file.name == name:
+                    data = holding.files.array(file)[start:stop].copy()
+                    if self._gate.renew(pin):
+                        return data
+        raise ServiceUnavailable(
+            f"shard {self._shard} of {self._shards}: expected a pinned state with the file {name}, "
+            "found none; restore from storage"
+        )
+
     def _take(self, step_dir: Spot) -> bool:
         """Makes a step the state that is held; False where it is that already."""
         newest = saves.read_save(step_dir, self._item)
         held = self._holding
         if held is not None and held.save.save_id == newest.info.save_id:
             return False
+        beside = files.read(newest, self._bytes_beside(newest.layout))
+        try:
+            self._take_save(newest, beside)
+        except BaseException:
+            if beside is not None:
+                beside.close()
+            raise
+        return True
+
+    def _bytes_beside(self, layout: Layout) -> int:
+        """How much memory may be taken for what is no row."""
+        regions = shards.regions(layout, self._shard, self._shards)
+        if self._memory_bytes is None:
+            wanted = 0 if self._tables is not None else _needed(shards.nbytes(regions))
+            return available_bytes() - wanted
+        return self._memory_bytes - _needed(shards.nbytes(regions))
+
+    def _take_save(self, newest: StoredSave, beside: HeldFiles | None) -> None:
+        held, step_dir = self._holding, newest.step_dir
         further = _since(newest, held) if held is not None else None
         if held is not None and further is not None:
             try:
-                self._apply(further, held.chain)
-                return True
+                self._apply(further, held.chain, beside)
+                return
             except RestoreError as error:
                 saves.raise_if_removed(further, error)
                 base = saves.read_chain(step_dir, self._item)[0]
@@ -272,17 +321,17 @@ class Follower:
                     raise
                 # A base was compacted meanwhile that stands for what is damaged, or nothing is
                 # held any more.
-        saves.read_whole(saves.read_chain(step_dir, self._item), self._take_chain)
-        return True
+        chain = saves.read_chain(step_dir, self._item)
+        saves.read_whole(chain, lambda found: self._take_chain(found, beside))
 
-    def _take_chain(self, saves: Sequence[StoredSave]) -> None:
+    def _take_chain(self, saves: Sequence[StoredSave], beside: HeldFiles | None) -> None:
         held = self._holding
         if held is not None and held.layout == saves[-1].layout == saves[0].layout:
-            self._apply(saves, ())
+            self._apply(saves, (), beside)
         else:
-            self._load(saves)
+            self._load(saves, beside)
 
-    def _load(self, saves: Sequence[StoredSave]) -> None:
+    def _load(self, saves: Sequence[StoredSave], beside: HeldFiles | None) -> None:
         """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
         newest = saves[-1]
         self._health = f"loads step {newest.info.save_id.step}"
@@ -290,24 +339,30 @@ class Follower:
         tables = self._tables
         if tables is not None and tables.layout == newest.layout:
             with self._changing(tables) as publish:
-                reader.fill(saves, tables.targets)
-                publish(chain, newest.step_dir)
+                reader.fill(saves, publish.tables.targets)
+                publish(chain, newest.step_dir, beside)
             return
-        tables = self._new_tables(newest.layout)
+        tables = self._new_tables(newest.layout, previous=self.nbytes)
         try:
             reader.fill(saves, tables.targets)
         except BaseException:
             tables.memory.close()
             raise
         with self._changing(tables) as publish:
-            publish(chain, newest.step_dir)
+            publish(chain, newest.step_dir, beside)
 
-    def _apply(self, saves: Sequence[StoredSave], before: tuple[SaveInfo, ...]) -> None:
+    def _apply(
+        self,
+        saves: Sequence[StoredSave],
+        before: tuple[SaveInfo, ...],
+        beside: HeldFiles | None,
+    ) -> None:
         """Adds saves of the same tables to what is held, and makes the last the one that is.
 
         Args:
           saves: oldest first.
           before: what of the held chain they go on from; nothing where the first is a base.
+          beside: the files of the last.
         """
         tables = self._tables
         assert tables is not None
@@ -333,38 +388,55 @@ class Follower:
                     ):
                         collections.deque(later.load(), maxlen=0)
                     publish = stack.enter_context(self._changing(tables))
-                _merge(staged, tables.targets)
+                _merge(staged, publish.tables.targets)
                 staged, staged_bytes = [], 0
             publish = publish or stack.enter_context(self._changing(tables))
-            _merge(staged, tables.targets)
-            publish(chain, saves[-1].step_dir)
+            _merge(staged, publish.tables.targets)
+            publish(chain, saves[-1].step_dir, beside)
 
     @contextlib.contextmanager
     def _changing(self, tables: _Tables) -> Iterator[_Publish]:
         """Within, the memory may change; what is published at the end is held afterwards."""
         with self._gate.writing():
+            if not tables.memory.begin_write():
+                # The old memory is its reader's now.
+                copy = self._new_tables(tables.layout, previous=0)
+                copy.memory.copy_from(tables.memory)
+                tables = copy
             previous, self._tables = self._tables, tables
-            if previous is not None and previous is not tables:
-                previous.memory.close()
-            self._holding = None
-            tables.memory.begin_write()
-            publish = _Publish()
-            yield publish
+            self._end_holding()
+            publish = _Publish(tables)
+            try:
+                yield publish
+            finally:
+                if previous is not None and previous is not tables:
+                    # Only now: rows are compared with it, which is its reader's afterwards.
+                    previous.memory.close()
             tables.memory.end_write()
             self._holding = Holding(
                 chain=publish.chain,
                 layout=tables.layout,
                 sequence=tables.memory.sequence,
                 lag_secs=max(0.0, time.time() - publish.committed_secs),
+                files=publish.beside,
             )
 
-    def _new_tables(self, layout: Layout) -> _Tables:
-        """Memory for other tables; where it does not fit beside the old one, that goes first."""
+    def _end_holding(self) -> None:
+        if self._holding is not None and self._holding.files is not None:
+            self._holding.files.close()
+        self._holding = None
+
+    def _new_tables(self, layout: Layout, previous: int) -> _Tables:
+        """Memory for other tables; where it does not fit beside the old one, that goes first.
+
+        Args:
+          layout: the tables.
+          previous: bytes of the old one that are ours.
+        """
         regions = shards.regions(layout, self._shard, self._shards)
         wanted = shards.nbytes(regions)
-        previous = self.nbytes
         limit = available_bytes() if self._memory_bytes is None else self._memory_bytes - previous
-        needed = wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
+        needed = _needed(wanted)
         if limit < needed <= limit + previous:
             self._let_go()
             limit += previous
@@ -394,19 +466,25 @@ class Follower:
     def _let_go(self) -> None:
         """Gives the memory back; nothing is held afterwards."""
         with self._gate.writing():
-            previous, self._tables, self._holding = self._tables, None, None
+            self._end_holding()
+            previous, self._tables = self._tables, None
             if previous is not None:
                 previous.memory.close()
 
 
 class _Publish:
-    """Called once with what the memory holds now."""
+    """Called once with what the memory of ``tables``, which may be a copy, holds now."""
 
-    chain: tuple[SaveInfo, ...] = ()
-    committed_secs: float = 0.0
+    def __init__(self, tables: _Tables):
+        self.tables = tables
+        self.chain: tuple[SaveInfo, ...] = ()
+        self.committed_secs = 0.0
+        self.beside: HeldFiles | None = None
 
-    def __call__(self, chain: tuple[SaveInfo, ...], step_dir: Spot) -> None:
-        self.chain = chain
+    def __call__(
+        self, chain: tuple[SaveInfo, ...], step_dir: Spot, beside: HeldFiles | None
+    ) -> None:
+        self.chain, self.beside = chain, beside
         # It may have been removed meanwhile.
         with contextlib.suppress(OSError, RestoreError, ValueError):
             if isinstance(step_dir.store, FileStore):
@@ -416,6 +494,11 @@ class _Publish:
                 # When it was made; it came to the bucket later.
                 told = json.loads((step_dir / names.STEP_METADATA).read())
                 self.committed_secs = told["commit_timestamp_nsecs"] / 1e9
+
+
+def _needed(wanted: int) -> int:
+    """Bytes for rows and for what is on the way to them."""
+    return wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
 
 
 def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -256,6 +256,28 @@ def check_step_files(
     return damage
 
 
+def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
+    """Digests of the files of a step that its own digests cover, further digests among them.
+
+    Args:
+      read: gives the bytes of a file by its path below the step.
+      shown: how errors name the step.
+
+    Raises:
+      Damaged: they are altered.
+    """
+
+    def digests_of(name: str) -> dict[str, Digest]:
+        known = digests_from(read(name), name=f"{shown}/{name}")
+        return {path: known.digest(path) for path in known.files}
+
+    found = digests_of(names.STEP_DIGESTS)
+    for name in [*found]:
+        if names.step_digests_process(name) is not None:
+            found |= digests_of(name)
+    return found
+
+
 def digest_file(
     path: Spot | Path, *, blocks: bool = False, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Digest:
@@ -292,10 +314,30 @@ def digest_file(
     return Digest(length, crc, int.from_bytes(tail, "little"), np.array(found, "<u4").tobytes())
 
 
-def digest_bytes(data: bytes) -> Digest:
-    """Digest of a file with such contents."""
+def digest_bytes(data: Any) -> Digest:
+    """Digest of a file with such contents, a buffer of bytes."""
     body = np.frombuffer(data, np.uint8)[:-_TAIL_BYTES]
     return Digest(len(data), crc32c(body), int.from_bytes(data[-_TAIL_BYTES:], "little"))
+
+
+def check_bytes(data: Any, wanted: Digest, shown: str) -> None:
+    """Checks the bytes of a file in memory.
+
+    Args:
+      data: a buffer of bytes.
+      wanted: what they should be.
+      shown: how errors name the file.
+
+    Raises:
+      Damaged: they are others.
+    """
+    found = digest_bytes(data)
+    if found[:3] != wanted[:3]:
+        raise Damaged(shown, _described(wanted), _described(found))
+
+
+def _described(digest: Digest) -> str:
+    return f"{digest.length} bytes, crc32c {digest.crc32c:08x}, tail {digest.tail:08x}"
 
 
 class Streamed:

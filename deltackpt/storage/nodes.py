@@ -221,6 +221,8 @@ class Node:
                     answer = channel.asked(method, head, body, wanted)
                 break
             except Dropped as error:
+                with self._lock:  # Those of a server that was started again are of no use.
+                    _close(self._kept)
                 pause = _PAUSE_SECS * 2 ** (_TRIES - left)
                 if not left or time.monotonic() + pause > ends_at:
                     raise self._gone(action, error) from error

@@ -9,6 +9,7 @@ at once where training goes back behind it. Neighbours are filled by the promote
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
@@ -19,8 +20,14 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.tiers import packing, recall
 from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.neighbours import Keepers, Neighbours
 from deltackpt.tiers.packing import FilePack, Holder, PackName
 from deltackpt.tiers.stage import Orders, Stage
+
+#: Between two searches for neighbours.
+_FIND_SECS = 2.0
+#: Finds neighbours; those that were found before are told to it.
+FindNeighbours = Callable[[Keepers | None], Keepers]
 
 
 class Waiting(Protocol):
@@ -44,18 +51,19 @@ class Near:
         local: Root,
         *,
         extents: ExtentFile | None = None,
-        neighbours: Holder | None = None,
+        find_neighbours: FindNeighbours | None = None,
         part: int = 0,
         parts: int = 1,
         fsync: bool = True,
     ):
-        """Asks nobody yet.
+        """Finds the neighbours, of whom the promoter is told.
 
         Args:
           stage: of this process.
           local: its checkpoint directory.
           extents: those of the trainer.
-          neighbours: nodes that hold what its promoter gave them.
+          find_neighbours: finds nodes that hold what the promoter gives them; asked now, and when
+            they do not answer it.
           part: of which process of several that have a stage each.
           parts: of how many such.
           fsync: whether what comes back into the stage survives a power cut there.
@@ -63,19 +71,44 @@ class Near:
         self._stage = stage
         self._local = local
         self._extents = extents
-        self._neighbours = neighbours
+        self._find = find_neighbours
+        self._keepers: Keepers | None = None
+        self._neighbours: Neighbours | None = None
+        self._found_at = 0.0
         self._part, self._parts = part, parts
         self._fsync = fsync
         #: Where saves that came back to the stage were held.
         self._where: dict[SaveId, str] = {}
         #: Bytes of the newest delta that was held.
         self._delta_bytes = 0
+        if find_neighbours is None:
+            stage.note_keepers(None)
+        else:
+            self._meet(find_neighbours(None))
 
     @property
     def _holders(self) -> list[Holder]:
         """The nearest first."""
         found: list[Holder | None] = [self._extents, self._neighbours]
         return [one for one in found if one is not None]
+
+    def find_again(self) -> None:
+        """Finds neighbours anew that came, or began again; not more often than now and then.
+
+        Raises:
+          ServiceError: nobody can be asked.
+        """
+        if self._find is not None and time.monotonic() - self._found_at > _FIND_SECS:
+            self._meet(self._find(self._keepers))
+
+    def _meet(self, keepers: Keepers) -> None:
+        self._found_at = time.monotonic()
+        if keepers == self._keepers:
+            return
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._keepers, self._neighbours = keepers, Neighbours(keepers)
+        self._stage.note_keepers(keepers.to_bytes())
 
     def recall(self, root: str, state: State, old: Orders | None) -> None:
         """Brings back what counts; see ``recall.recall``."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -22,14 +23,14 @@ from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
 from deltackpt.storage import buckets, files
 from deltackpt.tiers.extents import ExtentFile
-from deltackpt.tiers.near import Near
-from deltackpt.tiers.neighbours import Neighbours
+from deltackpt.tiers.near import FindNeighbours, Near
+from deltackpt.tiers.neighbours import Keepers
 from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
 
-#: Has ``keepers(...)``; needs Ray, which nothing here imports.
-_FINDER = "deltackpt.service.discovery"
+#: Has ``keepers(...)``.
+_DISCOVERY = "deltackpt.service.discovery"
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
@@ -83,6 +84,11 @@ def open_root(
         return open_steps(where, item=item, endpoint=tiers.endpoint, deadline_secs=limit)
     place = buckets.place(where, endpoint=tiers.endpoint)
     root = place.open(deadline_secs=limit)
+    if tiers.neighbours is not None and tiers.shared and processes > 1:
+        raise OptionError(
+            f"Tiers.neighbours: expected one process, or a stage to each, found {processes} "
+            "processes that share one, which outlives a node; give Tiers(shared=False)"
+        )
     stage = _stage_of(where, tiers, process)
     count = 1 if tiers.shared else processes
     if not writing and count > 1:
@@ -96,24 +102,28 @@ def open_root(
         refuse_foreign(root)
     old = check_stage(stage, place.url, tiers.endpoint)
     buckets.probe(root)
-    local = Root.open(stage.steps, item=item)
-    try:
+    with contextlib.ExitStack() as opened:
+        local = Root.open(stage.steps, item=item)
+        opened.callback(local.close)
+        # Before the claim: who cannot use them fences nobody.
+        extents = _extents(tiers, process, opened)
         claim = journal.claim()
         files.remove_tree(stage.fetched)
-        near = _near(stage, local, place.url, item, options, claim, process, count)
         old = _brought_up(stage, local, old, journal.known)
+        find = _finder(place.url, item, tiers, claim)
+        near = _near(stage, local, extents, find, options, process, count)
+        opened.callback(near.close)
         near.recall(place.url, journal.known, old)
         if not tiers.shared:
             old = _without_other_parts(stage, local, item, journal.known, count, old)
         orders = _orders(old, place.url, item, claim, options, process, count)
         stage.order(orders)
         limit = options.timeouts.save_secs
-        return StagedRoot(
+        held = StagedRoot(
             stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
         )
-    except BaseException:
-        local.close()
-        raise
+        opened.pop_all()
+        return held
 
 
 def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) -> StagedBeside:
@@ -153,66 +163,86 @@ def _apart(
     """
     old = check_stage(stage, url, tiers.endpoint)
     claim = journal.resume()
-    local = Root.open(stage.steps, item=item)
-    try:
+    with contextlib.ExitStack() as opened:
+        local = Root.open(stage.steps, item=item)
+        opened.callback(local.close)
+        extents = _extents(tiers, process, opened)
         files.remove_tree(stage.fetched)
-        near = _near(stage, local, url, item, options, claim, process, processes)
         _drop_what_was_at_the_root(stage, local, journal.known)
+        find = _finder(url, item, tiers, claim)
+        near = _near(stage, local, extents, find, options, process, processes)
+        opened.callback(near.close)
         near.recall(url, journal.known, old)
         old = _without_other_parts(stage, local, item, journal.known, processes, old)
         orders = _orders(old, url, item, claim, options, process, processes)
         stage.order(orders)
         limit = options.timeouts.save_secs
-        return StagedApart(
+        held = StagedApart(
             stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
         )
-    except BaseException:
-        local.close()
-        raise
+        opened.pop_all()
+        return held
+
+
+def _extents(tiers: Tiers, process: int, opened: contextlib.ExitStack) -> ExtentFile | None:
+    """The extents of a process, closed where what follows fails.
+
+    Raises:
+      InUse: another process holds them.
+      OptionError, StorageError: they cannot be used.
+    """
+    if tiers.extents is None:
+        return None
+    folder = Path(tiers.extents.directory).absolute()
+    found = ExtentFile(
+        folder if tiers.shared else folder / f"process-{process}",
+        nbytes=tiers.extents.nbytes,
+        extent_bytes=tiers.extents.extent_bytes,
+    )
+    opened.callback(found.close)
+    return found
+
+
+def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours | None:
+    """What finds the neighbours that are asked for: Ray knows them, which nothing here imports."""
+    how = tiers.neighbours
+    if how is None:
+        return None
+
+    def find(earlier: Keepers | None) -> Keepers:
+        discovery = importlib.import_module(_DISCOVERY)
+        found: Keepers = discovery.keepers(url, item, how, claim.lease.holder, earlier=earlier)
+        if earlier is None:
+            found.require_nodes()
+        return found
+
+    return find
 
 
 def _near(
     stage: Stage,
     local: Root,
-    url: str,
-    item: str,
+    extents: ExtentFile | None,
+    find: FindNeighbours | None,
     options: ManagerOptions,
-    claim: Claim,
     process: int,
     processes: int,
 ) -> Near:
-    """What is held near a stage, opened; the promoter is told of neighbours.
+    """What is held near a stage.
 
     Raises:
-      OptionError: it cannot be had.
-      InUse: another process holds the extents.
+      OptionError: there are too few neighbours.
+      ServiceError: they cannot be asked for.
     """
-    tiers = options.tiers or Tiers()
-    held, neighbours = None, None
-    if tiers.extents is not None:
-        folder = Path(tiers.extents.directory).absolute()
-        held = ExtentFile(
-            folder if tiers.shared else folder / f"process-{process}",
-            nbytes=tiers.extents.nbytes,
-            extent_bytes=tiers.extents.extent_bytes,
-        )
-    if tiers.neighbours is None:
-        stage.note_keepers(None)
-    else:
-        finder = importlib.import_module(_FINDER)
-        keepers = finder.keepers(url, item, tiers.neighbours, claim.lease.holder)
-        stage.note_keepers(keepers.to_bytes())
-        neighbours = Neighbours(keepers)
-    fsync = options.writes.durability == "power"
-    part, parts = (0, 1) if tiers.shared else (process, processes)
+    shared = (options.tiers or Tiers()).shared
     return Near(
         stage,
         local,
-        extents=held,
-        neighbours=neighbours,
-        part=part,
-        parts=parts,
-        fsync=fsync,
+        extents=extents,
+        find_neighbours=find,
+        part=0 if shared else process,
+        parts=1 if shared else processes,
+        fsync=options.writes.durability == "power",
     )
 
 

@@ -46,7 +46,9 @@ class Pusher:
         self._open = open_neighbours
         self._neighbours: Neighbours | None = None
         self._stamp: object = None
+        #: What they hold, all of it, or some.
         self._held: dict[SaveId, Label] = {}
+        self._parts: set[Label] = set()
         self._pushed = Pushed(holder="")
         self._ended = threading.Event()
 
@@ -99,12 +101,18 @@ class Pusher:
                 self._tell(orders)
                 return True
         if orders.began:
-            gone = [label for save_id, label in self._held.items() if save_id not in found]
-            if gone:
-                neighbours.drop(gone)
-                self._held = {one: label for one, label in self._held.items() if one in found}
+            self._drop_but(found, neighbours)
         self._tell(orders)
         return False
+
+    def _drop_but(self, kept: set[SaveId], neighbours: Neighbours) -> None:
+        """Lets neighbours let go of what is not in the stage, and of what they have in part."""
+        gone = {label for save_id, label in self._held.items() if save_id not in kept}
+        gone |= self._parts - {*self._held.values()}
+        if gone:
+            neighbours.drop(gone)
+            self._held = {one: label for one, label in self._held.items() if one in kept}
+            self._parts.clear()
 
     def _opened(self) -> Neighbours | None:
         """The neighbours that the trainer has found, anew where it found others."""
@@ -118,8 +126,11 @@ class Pusher:
                 self._neighbours = None
             self._neighbours = self._open(Keepers.from_bytes(data))
             part = self._part()
-            named = packing.newest_first(self._neighbours.labels())
+            named = packing.newest_first(self._neighbours.complete())
             self._held = {name.save_id: label for name, label in named if name.part == part}
+            some = {*self._neighbours.labels(), *self._neighbours.incomplete()}
+            named = packing.newest_first(some)
+            self._parts = {label for name, label in named if name.part == part}
             self._stamp = stamp
         return self._neighbours
 

@@ -480,6 +480,7 @@ class StagedRoot(Held):
         """See ``Held``."""
         self._start()
         self._running.wake()
+        self._meet_again()
         self._near.hold(
             self._local.saves().values(),
             self.item,
@@ -487,6 +488,12 @@ class StagedRoot(Held):
             may_go=self._may_go,
             wait=self._wait_for_root,
         )
+
+    def _meet_again(self) -> None:
+        """Finds neighbours anew where they do not take what they are given."""
+        if self._lag.pushed.problem is not None:
+            with contextlib.suppress(DeltackptError):  # The problem is told, and stands.
+                self._near.find_again()
 
     def _may_go(self, save_id: SaveId) -> bool:
         """Whether extents need not hold a save: it is at the root, or left the stage on purpose."""
@@ -512,6 +519,7 @@ class StagedRoot(Held):
         while behind := self._lag.short_of(self._tiers.wait_for):
             self._lag.require_claim()
             self._start()
+            self._meet_again()
             if time.monotonic() >= deadline:
                 problem = self._lag.problem(self._tiers.wait_for) or self._running.ended
                 raise WaitTimeout(

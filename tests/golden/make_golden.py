@@ -7,7 +7,7 @@ states that a formula gives; ``parts-v<n>`` the same, written by two processes; 
 the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
-``extents-v<n>`` holds made-up packs in a file of extents.
+``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ import numpy as np
 
 import deltackpt
 from deltackpt.format import extents, manifest, names
+from deltackpt.format.manifest import SaveId
 from deltackpt.storage.crc import crc32c
+from deltackpt.tiers import packing
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import Label
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
+#: Of the golden pack.
+PACKED = {"embeddings/a": bytes(range(200)), "embeddings/b/c": b"", "d": b"abc"}
 #: Of the golden file of extents.
 EXTENTS, EXTENT_BYTES = 6, 8192
 #: Keys and lengths of its packs, and which one is dropped again.
@@ -229,6 +233,27 @@ def write_extents(directory: Path) -> None:
     (directory / "extents.lock").unlink()
 
 
+def write_pack(directory: Path) -> None:
+    """Writes a pack of a few files, and these."""
+    for name, data in PACKED.items():
+        (directory / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "files" / name).write_bytes(data)
+    contents = packing.contents_of(
+        directory / "files",
+        SaveId("0123456789abcdef0123456789abcdef", 7, 2),
+        "embeddings",
+        epoch=3,
+        era=1,
+        goes_on=SaveId("fedcba9876543210fedcba9876543210", 5, 9),
+        root="s3://bucket/run",
+        holder="00112233445566778899aabbccddeeff",
+    )
+    pack = packing.FilePack(directory / "files", contents)
+    data = bytearray(pack.label.nbytes)
+    pack.read_into(0, memoryview(data))
+    (directory / f"{pack.label.key}.{pack.label.crc32c:08x}").write_bytes(data)
+
+
 def main() -> None:
     """Writes what is not there yet of the current format version."""
     plain = HERE / f"v{manifest.FORMAT_VERSION}"
@@ -246,6 +271,9 @@ def main() -> None:
     held = HERE / f"extents-v{extents.VERSION}"
     if not held.exists():
         write_extents(held)
+    packed = HERE / "pack-v1"
+    if not packed.exists():
+        write_pack(packed)
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``deltackpt keepers``: look at and stop what holds saves in the memory of other nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import click
+import rich.box
+import rich.console
+import rich.table
+
+from deltackpt import units
+from deltackpt.cli import arguments, terminal
+from deltackpt.cli.service import address_option, connect, item_option
+
+if TYPE_CHECKING:
+    from deltackpt.service.keepers import KeeperState
+
+
+@click.group("keepers")
+def group() -> None:
+    """Keepers: saves of a root in the memory of other nodes, on Ray."""
+
+
+@group.command(epilog="\b\nExample:\n  deltackpt keepers status s3://bucket/run-17 --json")
+@arguments.root
+@address_option
+@item_option
+@arguments.as_json
+def status(directory: str, address: str, item: str, as_json: bool) -> None:
+    """Show memory and address of every keeper; exit 1 where one does not answer."""
+    connect(address)
+    from deltackpt.service import keepers
+
+    found = keepers.states(directory, item)
+    if as_json:
+        plain = {node: one and dataclasses.asdict(one) for node, one in found.items()}
+        terminal.print_json({"directory": directory, "keepers": plain})
+    else:
+        _show(directory, found)
+    if None in found.values():
+        raise click.exceptions.Exit(1)
+
+
+@group.command(epilog="\b\nExample:\n  deltackpt keepers stop s3://bucket/run-17")
+@arguments.root
+@address_option
+@item_option
+@arguments.as_json
+def stop(directory: str, address: str, item: str, as_json: bool) -> None:
+    """End the keepers of DIRECTORY; what they hold is gone, and the root is not touched."""
+    connect(address)
+    from deltackpt.service import keepers
+
+    ended = keepers.stop(directory, item)
+    if as_json:
+        terminal.print_json({"directory": directory, "actors_ended": ended})
+    else:
+        click.echo(f"{directory}: {units.count(ended, 'actor')} ended")
+
+
+def _show(directory: str, found: dict[str, KeeperState | None]) -> None:
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=directory)
+    for name in ("node", "address", "pid", "fragments", "free", "of", "trainer"):
+        table.add_column(name, justify="left" if name in ("node", "address") else "right")
+    for node, one in found.items():
+        if one is None:
+            table.add_row(node[:8], "does not answer")
+        else:
+            sizes = (f"{one.free_bytes:,}", f"{one.memory_bytes:,}")
+            claimed = "yes" if one.claimed else "none"
+            table.add_row(node[:8], one.address, str(one.pid), str(one.fragments), *sizes, claimed)
+    rich.console.Console().print(table)

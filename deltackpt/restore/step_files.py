@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a step from memory, for readers that know nothing but folders.
+
+Orbax's handlers read dense leaves and further items from a folder. What a source gave is checked
+against the step's digests, as a restore from storage checks it, and written where files are memory,
+one item at a time and only those that are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.storage import digests
+
+_MEMORY = Path("/dev/shm")
+
+
+class StepFiles:
+    """The items of a step that stand beside its tables; closed when nobody reads them any more."""
+
+    def __init__(self, files: Mapping[str, np.ndarray], shown: str):
+        """Checks the digests alone.
+
+        Args:
+          files: the bytes of each by its posix path below the step.
+          shown: how errors name the step.
+
+        Raises:
+          Damaged: the digests are missing or altered.
+        """
+        self._files = files
+        self._shown = shown
+        self._digests = digests.of_step(lambda name: self._found(name).tobytes(), shown)
+        self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}
+
+    def __contains__(self, item: str) -> bool:
+        return any(name.startswith(f"{item}/") for name in self._digests)
+
+    def folder(self, item: str) -> Path:
+        """A folder with the files of an item, and no others.
+
+        Raises:
+          Damaged: a file is missing or altered.
+        """
+        if item not in self._folders:
+            names = [name for name in self._digests if name.startswith(f"{item}/")]
+            for name in names:
+                shown = f"{self._shown}/{name}"
+                digests.check_bytes(self._found(name).data, self._digests[name], shown)
+            place = _place(sum(self._files[name].nbytes for name in names))
+            self._folders[item] = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
+            for name in names:
+                path = Path(self._folders[item].name, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self._files[name].data)
+        return Path(self._folders[item].name, item)
+
+    def close(self) -> None:
+        """Removes the folders."""
+        for folder in self._folders.values():
+            folder.cleanup()
+
+    def _found(self, name: str) -> np.ndarray:
+        if name not in self._files:
+            raise Damaged(f"{self._shown}/{name}", "a file in memory", "none")
+        return self._files[name]
+
+
+def _place(nbytes: int) -> Path | None:
+    """Where files are memory and there is room for twice as many bytes; else that of all such."""
+    try:
+        found = os.statvfs(_MEMORY)
+    except OSError:
+        return None
+    return _MEMORY if found.f_bavail * found.f_frsize > 2 * nbytes else None

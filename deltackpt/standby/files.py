@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files beside the tables of a step, held in memory: dense leaves, further items, digests.
+
+They are the bytes that storage has, checked against the step's digests when they are read, so that
+whoever gets them checks and decodes them as it would those of storage. Each step's lie in memory
+of their own, which is never written again: a reader may keep a mapping for as long as it wants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from deltackpt.reading import saves
+from deltackpt.reading.saves import StoredSave
+from deltackpt.standby.memory import SharedMemory
+from deltackpt.storage import digests
+
+_BYTES = np.dtype(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldFile:
+    """A file in memory.
+
+    Attributes:
+      name: its posix path below the step.
+      offset: where it begins, in bytes.
+      nbytes: how long it is.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldFiles:
+    """The files of one step in memory.
+
+    Attributes:
+      memory: that holds them.
+      index: where in it, by the order in which they lie.
+    """
+
+    memory: SharedMemory
+    index: tuple[HeldFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return self.memory.nbytes
+
+    def array(self, file: HeldFile) -> np.ndarray:
+        """The bytes of a file."""
+        return self.memory.array(file.offset, (file.nbytes,), _BYTES)
+
+    def close(self) -> None:
+        """Gives the memory back; see ``SharedMemory.close``."""
+        self.memory.close()
+
+
+def read(save: StoredSave, most_bytes: int) -> HeldFiles | None:
+    """Reads and checks the files of a step that its own digests cover.
+
+    Args:
+      save: the step.
+      most_bytes: longest that all of them may be.
+
+    Returns:
+      The files; None where the step has no such digests, or they are longer.
+
+    Raises:
+      Damaged: one is missing or altered.
+      StepGone: another step has taken the place of this one.
+    """
+    if "step" not in save.head.digests:
+        return None
+    step_dir, shown = save.step_dir, save.step_dir.name
+    heads: dict[str, bytes] = {}
+
+    def read_head(name: str) -> bytes:
+        heads[name] = (step_dir / name).read(f"{shown}/{name}")
+        return heads[name]
+
+    wanted = digests.of_step(read_head, shown)
+    lengths = {name: len(data) for name, data in heads.items()}
+    lengths |= {name: digest.length for name, digest in wanted.items()}
+    ends = list(itertools.accumulate(lengths.values(), initial=0))
+    if ends[-1] > most_bytes:
+        return None
+    index = tuple(
+        HeldFile(name, start, nbytes) for (name, nbytes), start in zip(lengths.items(), ends)
+    )
+    held = HeldFiles(SharedMemory(ends[-1]), index)
+    try:
+        held.memory.begin_write()
+        for file in index:
+            out, at, name = held.array(file), step_dir / file.name, f"{shown}/{file.name}"
+            with at.missing_is_damage(name):
+                at.store.read_into(at.key, 0, [out.data], whole=True)
+            if file.name in wanted:
+                digests.check_bytes(out.data, wanted[file.name], name)
+        saves.check_stands(save)
+        held.memory.end_write()
+    except BaseException:
+        held.close()
+        raise
+    return held

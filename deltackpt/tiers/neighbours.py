@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs in the memory of other nodes: whole copies, or fragments of which some may be lost.
+
+A pack is read in segments of 16 MiB, and each is cut into k + m fragments (a copy is a fragment of
+k = 1), one for each of k + m other nodes, which rendezvous hashing names. The key under which a
+node's keeper holds a fragment says all of it::
+
+    <root>/<pack>/<bytes>.<crc32c>/<k>.<m>.<segment>.<number>.<crc32c of the fragment>
+
+so nobody keeps a list: who wants a pack asks all keepers what they have, and any k fragments of
+each segment will do. Every fragment is checked whole before a byte of it is handed on; one that is
+not what its key says is passed over, and named where too few are left.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from deltackpt.errors import Damaged, OptionError, StorageError
+from deltackpt.format import manifest
+from deltackpt.storage import placement
+from deltackpt.storage.crc import crc32c
+from deltackpt.storage.nodes import Node
+from deltackpt.tiers import erasure, fragments
+from deltackpt.tiers.packing import Label, Pack, Reader
+
+_MAGIC = "deltackpt.keepers"
+#: Connections that carry fragments at a time.
+_THREADS = 8
+#: How long a node is passed over that did not answer, while there are others.
+_PASSED_OVER_SECS = 30.0
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeeperNode:
+    """A node that holds fragments of others in its memory.
+
+    Attributes:
+      node: its name, which it keeps while its address changes.
+      address: of its server, "host:port".
+      rack: where it stands; "" where that is not known.
+    """
+
+    node: str
+    address: str
+    rack: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keepers:
+    """Where neighbours are, how they hold packs, and what lets in there.
+
+    Attributes:
+      root: what all keys begin with; of one root.
+      own: the node that this process is on, which holds nothing of its own.
+      token: what keepers let in.
+      nodes: all of them.
+      k: fragments that any so many give a pack back; 1 for copies.
+      m: further ones.
+      deadline_secs: of each question.
+    """
+
+    root: str
+    own: str
+    token: str = dataclasses.field(repr=False)
+    nodes: tuple[KeeperNode, ...]
+    k: int
+    m: int
+    deadline_secs: float = 10.0
+
+    @property
+    def others(self) -> tuple[KeeperNode, ...]:
+        """The nodes but one's own."""
+        return tuple(one for one in self.nodes if one.node != self.own)
+
+    def require_nodes(self) -> None:
+        """Checks that there are as many other nodes as fragments.
+
+        Raises:
+          OptionError: there are fewer.
+        """
+        found, needed = len(self.others), self.k + self.m
+        if found < needed:
+            how = f"Copies(copies={needed})" if self.k == 1 else f"Erasure(k={self.k}, m={self.m})"
+            raise OptionError(
+                f"Tiers.neighbours={how}: expected {needed} nodes beside one's own, found {found} "
+                f"({_listed(one.node for one in self.others)}); add nodes, or ask for less"
+            )
+
+    def to_bytes(self) -> bytes:
+        """As a record, which whoever reads it is let in with."""
+        return manifest.to_bytes(self, _MAGIC)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Keepers:
+        """What ``to_bytes`` gave.
+
+        Raises:
+          Damaged, FormatTooNew: it is something else.
+        """
+        return manifest.from_bytes(data, cls, name="neighbours.msgpack", magic=_MAGIC)
+
+
+class Neighbours:
+    """Other nodes' memory as a ``Holder``; packs are held and dropped by one thread at a time."""
+
+    name = "neighbours"
+
+    def __init__(self, keepers: Keepers):
+        """Asks nobody yet.
+
+        Raises:
+          OptionError: there is no such code.
+          MissingExtra: it needs a package that is not installed.
+        """
+        self._keepers = keepers
+        self._code = erasure.code_of(keepers.k, keepers.m)
+        self._racks = {one.node: one.rack for one in keepers.others if one.rack}
+        self._others = [one.node for one in keepers.others]
+        #: One's own, too: it may have been another trainer's neighbour, whose saves it has.
+        self._nodes = {
+            one.node: Node(one.address, keepers.token, deadline_secs=keepers.deadline_secs)
+            for one in keepers.nodes
+        }
+        #: When nodes failed last, and how; only for the order in which they are tried.
+        self._failed: dict[str, tuple[float, str]] = {}
+        #: What could not be deleted, by node.
+        self._left: dict[str, set[Label]] = {}
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-neighbours")
+
+    def labels(self) -> list[Label]:
+        """See ``Holder``: packs of which each segment has fragments enough on nodes that answer."""
+        found = {
+            one.label for one, where in self._found().items() if fragments.is_whole(one, where)
+        }
+        return sorted(found)
+
+    def complete(self) -> list[Label]:
+        """Packs of which k + m other nodes have a fragment each: ``hold`` would send nothing."""
+        mine = self._code.k, self._code.m
+        return sorted(
+            one.label
+            for one, where in self._found(None, self._others).items()
+            if (one.k, one.m) == mine and fragments.is_complete(one, where)
+        )
+
+    def incomplete(self) -> list[Label]:
+        """Packs of which something is held, and too little: pushes that were cut, lost nodes."""
+        every = self._found()
+        whole = {one.label for one, where in every.items() if fragments.is_whole(one, where)}
+        return sorted({one.label for one in every} - whole)
+
+    @contextlib.contextmanager
+    def reading(self, label: Label) -> Iterator[Reader]:
+        """See ``Holder``: reads a segment at a time, from those that answer.
+
+        Raises:
+          StorageError: too few fragments are held; it names what is missing, and where.
+        """
+        every = {one: where for one, where in self._found(label).items() if one.label == label}
+        whole = [one for one in every if fragments.is_whole(one, every[one])]
+        if not whole:
+            raise self._too_few(label, every)
+        # Fragments that are pieces of the pack themselves need no decoding: k = 1 first.
+        coding = min(whole, key=lambda one: (one.k, one.m))
+        yield _SegmentReader(self, coding, every[coding])
+
+    def hold(self, pack: Pack) -> None:
+        """See ``Holder``: returns once k + m other nodes have answered for each segment.
+
+        A node that is gone or full is replaced by the next in order; what was sent before, and is
+        still there, is not sent again.
+
+        Raises:
+          StorageError: fewer nodes than that take it; it names the others and what they said.
+        """
+        label, mine = pack.label, fragments.Coding(pack.label, self._code.k, self._code.m)
+        where = self._found(label, self._others).get(mine, {})
+        refused: dict[str, str] = {}
+        buffer = memoryview(
+            bytearray(erasure.padded_bytes(mine.k, fragments.segment_bytes(label, 0)))
+        )
+        pending = [*range(fragments.segments(label.nbytes))]
+        while pending:
+            before = len(refused)
+            for segment in pending:
+                self._hold_segment(pack, segment, buffer, where.get(segment, {}), refused)
+            if len(refused) == before:
+                return
+            # What stood on a node that died in the middle stands nowhere.
+            where = self._found(label, self._others).get(mine, {})
+            pending = [
+                segment
+                for segment in range(fragments.segments(label.nbytes))
+                if len(fragments.placed_of(where.get(segment, {}))) < mine.k + mine.m
+            ]
+
+    def drop(self, labels: Collection[Label]) -> None:
+        """See ``Holder``; nodes that do not answer are asked again by the next call."""
+        wanted = set(labels)
+
+        def delete(node: str) -> None:
+            gone = wanted | self._left.get(node, set())
+            keys = [
+                key
+                for key in self._nodes[node].keys(self._keepers.root)
+                if (one := fragments.Fragment.of(key)) is not None and one.label in gone
+            ]
+            self._nodes[node].delete(keys)
+
+        done = self._asked(delete, self._nodes)
+        for node in self._nodes:
+            if node in done:
+                self._left.pop(node, None)
+            else:
+                self._left.setdefault(node, set()).update(wanted)
+
+    def close(self) -> None:
+        """See ``Holder``."""
+        self._pool.shutdown(cancel_futures=True)
+        for node in self._nodes.values():
+            node.close()
+
+    # What is where.
+
+    def _found(
+        self, label: Label | None = None, nodes: Iterable[str] | None = None
+    ) -> dict[fragments.Coding, fragments.Where]:
+        """What nodes that answer hold, of one pack or of all; all nodes unless some are given."""
+        folder = self._keepers.root if label is None else f"{self._keepers.root}/{label.key}"
+        asked = [*(self._nodes if nodes is None else nodes)]
+        listed = self._asked(lambda node: self._nodes[node].keys(folder), asked)
+        found: dict[fragments.Coding, fragments.Where] = {}
+        for node in asked:
+            for key in listed.get(node, ()):
+                one = fragments.Fragment.of(key)
+                if one is not None:
+                    where = found.setdefault(fragments.Coding(one.label, one.k, one.m), {})
+                    where.setdefault(one.segment, {}).setdefault(one, []).append(node)
+        return found
+
+    def _asked(self, ask: Callable[[str], _Result], nodes: Iterable[str]) -> dict[str, _Result]:
+        """What nodes answer, all at a time; those that fail are not in it."""
+        asked = {node: self._pool.submit(ask, node) for node in nodes}
+        found = {}
+        for node, future in asked.items():
+            try:
+                found[node] = future.result()
+            except StorageError as error:
+                self._note_failed(node, error)
+            else:
+                with self._lock:
+                    self._failed.pop(node, None)
+        return found
+
+    def _note_failed(self, node: str, error: Exception) -> None:
+        with self._lock:
+            self._failed[node] = (time.monotonic(), str(error))
+
+    def _in_order(self, label: Label) -> list[str]:
+        """All other nodes, those first that are to hold a pack; the last ones failed just now."""
+        now = time.monotonic()
+        found = placement.ranked(label.key, self._others, racks=self._racks)
+        never = (float("-inf"), "")
+        with self._lock:
+            late = {
+                node for node in found if now - self._failed.get(node, never)[0] < _PASSED_OVER_SECS
+            }
+        return [node for node in found if node not in late] + [n for n in found if n in late]
+
+    # Sending.
+
+    def _hold_segment(
+        self,
+        pack: Pack,
+        segment: int,
+        buffer: memoryview,
+        there: Mapping[fragments.Fragment, list[str]],
+        refused: dict[str, str],
+    ) -> None:
+        """Sends the fragments of a segment that are not there, each to a node of its own.
+
+        Args:
+          pack: what is held.
+          segment: of it.
+          buffer: for it.
+          there: fragments of it that nodes have.
+          refused: nodes that take nothing more, and what they said; it grows.
+        """
+        placed = fragments.placed_of(there)
+        missing = [n for n in range(self._code.k + self._code.m) if n not in placed]
+        if not missing:
+            return
+        padded = _read_segment(pack, segment, self._code.k, buffer)
+        every = erasure.fragments(self._code, padded)
+        names = {
+            number: fragments.Fragment(
+                pack.label, self._code.k, self._code.m, segment, number, _crc(every[number])
+            )
+            for number in missing
+        }
+        # The first node in order has the first fragment: an order that changes moves few of them.
+        while missing:
+            free = [
+                node
+                for node in self._in_order(pack.label)
+                if node not in refused and node not in placed.values()
+            ]
+            if len(free) < len(missing):
+                raise self._no_room(pack.label, placed, refused)
+            sent = {
+                number: (
+                    node,
+                    self._pool.submit(
+                        self._nodes[node].put, names[number].key(self._keepers.root), every[number]
+                    ),
+                )
+                for number, node in zip(missing, free)
+            }
+            for number, (node, future) in sent.items():
+                try:
+                    future.result()
+                except StorageError as error:
+                    refused[node] = str(error)
+                    self._note_failed(node, error)
+                else:
+                    placed[number] = node
+            missing = [number for number in missing if number not in placed]
+
+    def _no_room(
+        self, label: Label, placed: Mapping[int, str], refused: Mapping[str, str]
+    ) -> StorageError:
+        needed = self._code.k + self._code.m
+        said = "; ".join(f"{node}: {why}" for node, why in sorted(refused.items()))
+        return StorageError(
+            f"{label.key}: expected {needed} other nodes that take a fragment each, found "
+            f"{len(placed)} that did of {len(self._others)} ({said or 'there are no more'}); add "
+            "nodes, give their keepers more memory, or start those that are gone"
+        )
+
+    # Reading.
+
+    def segment_into(
+        self,
+        coding: fragments.Coding,
+        segment: int,
+        there: Mapping[fragments.Fragment, list[str]],
+        out: memoryview,
+    ) -> None:
+        """Fills a buffer of a segment's padded length from nodes that have fragments of it.
+
+        Raises:
+          StorageError: too few of them can be had; it names what is wrong with the others.
+        """
+        code = self._code
+        if (coding.k, coding.m) != (code.k, code.m):
+            code = erasure.code_of(coding.k, coding.m)
+        sources = self._sources(coding, there)
+        problems: list[str] = []
+        further: dict[int, memoryview] = {}
+        pieces = [
+            [erasure.piece(code.k, stripe, i) for stripe in erasure.stripes(code.k, out)]
+            for i in range(code.k)
+        ]
+        got: set[int] = set()
+        while len(got) < code.k:
+            wanted = [number for number in sorted(sources) if number not in got]
+            asked = {}
+            for number in wanted[: code.k - len(got)]:
+                one, node = sources[number].pop(0)
+                if not sources[number]:
+                    del sources[number]
+                if number < code.k:
+                    parts = pieces[number]
+                else:
+                    further[number] = memoryview(bytearray(len(out) // code.k))
+                    parts = [further[number]]
+                asked[number] = (node, self._pool.submit(self._fetch, one, node, parts))
+            if not asked:
+                raise self._unreadable(coding, segment, problems, len(got))
+            for number, (node, future) in asked.items():
+                try:
+                    future.result()
+                    got.add(number)
+                except (StorageError, Damaged) as error:
+                    problems.append(f"fragment {number} on {node}: {error}")
+                    further.pop(number, None)
+        lost = set(range(code.k)) - got
+        if lost:
+            erasure.restore(code, out, further, lost)
+
+    def _fetch(self, one: fragments.Fragment, node: str, parts: list[memoryview]) -> None:
+        key = one.key(self._keepers.root)
+        self._nodes[node].read_into(key, 0, parts, whole=True)
+        found = _crc(parts)
+        if found != one.crc32c:
+            raise Damaged(key, f"bytes of CRC32C {one.crc32c:08x}", f"{found:08x}")
+
+    def _sources(
+        self, coding: fragments.Coding, there: Mapping[fragments.Fragment, list[str]]
+    ) -> dict[int, list[tuple[fragments.Fragment, str]]]:
+        """Who has each fragment, by number; nodes of one's own rack first."""
+        own = next((o.rack for o in self._keepers.nodes if o.node == self._keepers.own), "")
+        found: dict[int, list[tuple[fragments.Fragment, str]]] = {}
+        for one, nodes in there.items():
+            found.setdefault(one.number, []).extend((one, node) for node in nodes)
+        for entries in found.values():
+            entries.sort(key=lambda entry: not own or self._racks.get(entry[1]) != own)
+        if coding.k == 1:
+            numbers = sorted(found, key=lambda n: not own or self._racks.get(found[n][0][1]) != own)
+            # Copies are alike: the nearest has the least number.
+            return {i: found[number] for i, number in enumerate(numbers)}
+        return found
+
+    def _too_few(
+        self, label: Label, every: Mapping[fragments.Coding, fragments.Where]
+    ) -> StorageError:
+        told = []
+        for coding, where in every.items():
+            for segment in range(fragments.segments(label.nbytes)):
+                held = fragments.placed_of(where.get(segment, {}))
+                if len(held) < coding.k:
+                    gone = [n for n in range(coding.k + coding.m) if n not in held]
+                    told.append(
+                        f"of segment {segment} fragments {_listed(gone)} are missing and {coding.k}"
+                        f" of {coding.k + coding.m} are needed"
+                    )
+                    break
+        with self._lock:
+            failed = sorted(self._failed.items())
+        silent = "; ".join(f"{node}: {why}" for node, (_, why) in failed)
+        return StorageError(
+            f"{label.key}: expected it whole on {len(self._nodes)} nodes, found "
+            f"{'; '.join(told) or 'nothing of it'} (nodes that do not answer: {silent or 'none'}); "
+            "start those nodes again if their memory is still theirs, or go on from the root"
+        )
+
+    def _unreadable(
+        self, coding: fragments.Coding, segment: int, problems: Iterable[str], got: int
+    ) -> StorageError:
+        return StorageError(
+            f"{coding.label.key}: expected {coding.k} fragments of segment {segment}, found {got} "
+            f"({'; '.join(problems) or 'no others'}); go on from the root"
+        )
+
+
+class _SegmentReader:
+    """Reads a pack a segment at a time, each checked whole; the last one stays at hand."""
+
+    def __init__(self, neighbours: Neighbours, coding: fragments.Coding, where: fragments.Where):
+        self._neighbours, self._coding, self._where = neighbours, coding, where
+        first = erasure.padded_bytes(coding.k, fragments.segment_bytes(coding.label, 0))
+        self._buffer = memoryview(bytearray(first))
+        self._at = -1
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See ``Reader``.
+
+        Raises:
+          StorageError: too few fragments can be had.
+        """
+        if start < 0 or start + len(out) > self._coding.label.nbytes:
+            raise ValueError(
+                f"{self._coding.label.key}: bytes {start} to {start + len(out)} of a pack"
+            )
+        while len(out):
+            segment, offset = divmod(start, fragments.SEGMENT_BYTES)
+            self._fill(segment)
+            taken = min(fragments.segment_bytes(self._coding.label, segment) - offset, len(out))
+            out[:taken] = self._buffer[offset : offset + taken]
+            start, out = start + taken, out[taken:]
+
+    def _fill(self, segment: int) -> None:
+        if segment == self._at:
+            return
+        self._at = -1
+        nbytes = fragments.segment_bytes(self._coding.label, segment)
+        padded = self._buffer[: erasure.padded_bytes(self._coding.k, nbytes)]
+        self._neighbours.segment_into(self._coding, segment, self._where[segment], padded)
+        self._at = segment
+
+
+def _read_segment(pack: Pack, segment: int, k: int, buffer: memoryview) -> memoryview:
+    nbytes = fragments.segment_bytes(pack.label, segment)
+    padded = buffer[: erasure.padded_bytes(k, nbytes)]
+    pack.read_into(segment * fragments.SEGMENT_BYTES, padded[:nbytes])
+    padded[nbytes:] = bytes(len(padded) - nbytes)
+    return padded
+
+
+def _crc(parts: Iterable[memoryview]) -> int:
+    total = 0
+    for part in parts:
+        total = crc32c(np.frombuffer(part, np.uint8), total)
+    return total
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names)) or "none"

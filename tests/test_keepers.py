@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keepers on real Ray clusters of several nodes; nodes are removed, keepers killed in a push."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("ray", reason="needs deltackpt[ray]")
+
+import ray
+import ray_nodes
+from memory_pack import MemoryPack
+from ray_nodes import IGNORED, wait_until
+
+from deltackpt.errors import OptionError, StorageError
+from deltackpt.options import Copies, Erasure
+from deltackpt.service import discovery, keepers
+from deltackpt.storage.store import Refused
+from deltackpt.tiers.neighbours import Keepers, Neighbours
+
+pytestmark = [pytest.mark.processes, *IGNORED]
+
+ITEM = "embeddings"
+MEMORY = 64 << 20
+
+
+def read(held: Neighbours, pack: MemoryPack) -> bytes:
+    found = bytearray(pack.label.nbytes)
+    with held.reading(pack.label) as reader:
+        reader.read_into(0, memoryview(found))
+    return bytes(found)
+
+
+def remove(cluster, found: Keepers, count: int) -> list[str]:
+    """Takes nodes away that are not this process's."""
+    gone = []
+    for node in [*cluster.worker_nodes][:count]:
+        gone.append(node.node_id)
+        cluster.remove_node(node, allow_graceful=False)
+    assert found.own not in gone
+    return gone
+
+
+@pytest.fixture
+def three():
+    with ray_nodes.nodes(3) as cluster:
+        yield cluster
+
+
+def test_copies_survive_the_loss_of_a_node(three):
+    found = discovery.keepers("/root", ITEM, Copies(copies=2, memory_bytes=MEMORY), "first")
+    assert len(found.nodes) == 3
+    held = Neighbours(found)
+    pack = MemoryPack("save-1", 20 << 20)
+    held.hold(pack)
+    [gone] = remove(three, found, 1)
+    assert read(held, pack) == pack.data
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray has seen it")
+    after = discovery.keepers(
+        "/root", ITEM, Copies(copies=2, memory_bytes=MEMORY), "first", earlier=found
+    )
+    assert gone not in {one.node for one in after.nodes}
+    with pytest.raises(OptionError, match="expected 2 nodes beside one's own, found 1"):
+        after.require_nodes()
+    held.close()
+
+
+def test_a_keeper_that_died_comes_back_empty_and_is_let_in_on_the_same_token(three):
+    how = Copies(copies=1, memory_bytes=MEMORY)
+    found = discovery.keepers("/root", ITEM, how, "first")
+    held = Neighbours(found)
+    pack = MemoryPack("save-1", 1 << 20)
+    held.hold(pack)
+    states = keepers.states("/root", ITEM)
+    [holding] = [one for one in states.values() if one is not None and one.fragments]
+    os.kill(holding.pid, signal.SIGKILL)
+
+    def restarted():
+        again = keepers.states("/root", ITEM)[holding.node]
+        return again is not None and again.pid != holding.pid and again
+
+    back = wait_until(restarted, "Ray starts the keeper again")
+    assert back.fragments == 0 and not back.claimed
+    with pytest.raises(StorageError, match="save-1"), held.reading(pack.label):
+        pass
+    held.close()
+    after = discovery.keepers("/root", ITEM, how, "first", earlier=found)
+    assert after.token == found.token and len(after.nodes) == 3
+    held = Neighbours(after)
+    held.hold(pack)
+    assert read(held, pack) == pack.data
+    held.close()
+
+
+def test_a_keeper_that_is_killed_in_a_push_is_replaced(three):
+    ray_nodes.add_node(three)
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 4, "there are four nodes")
+    found = discovery.keepers("/root", ITEM, Copies(copies=2, memory_bytes=128 << 20), "first")
+    held = Neighbours(found)
+    states = keepers.states("/root", ITEM)
+
+    class Killing(MemoryPack):
+        """When its second segment is read, the keepers that have the first are known."""
+
+        killed = None
+
+        def read_into(self, start: int, out: memoryview) -> None:
+            if start and self.killed is None:
+                there = keepers.states("/root", ITEM)
+                self.killed = next(one for one in there.values() if one and one.fragments)
+                os.kill(self.killed.pid, signal.SIGKILL)
+            super().read_into(start, out)
+
+    pack = Killing("save-1", 40 << 20)
+    assert len(states) == 4
+    held.hold(pack)
+    assert pack.killed is not None
+    assert held.labels() == [pack.label]
+    assert read(held, pack) == pack.data
+    held.close()
+
+
+def test_a_new_claim_shuts_the_trainer_before_out(three):
+    how = Copies(copies=1, memory_bytes=MEMORY)
+    first = discovery.keepers("/root", ITEM, how, "first")
+    other_process = discovery.keepers("/root", ITEM, how, "first")
+    before = Neighbours(first)
+    before.hold(MemoryPack("save-1", 1000))
+    beside = Neighbours(other_process)
+    assert beside.labels() == before.labels()
+    now = Neighbours(discovery.keepers("/root", ITEM, how, "second"))
+    assert now.labels() == [MemoryPack("save-1", 1000).label]
+    with pytest.raises(StorageError, match="a token that does not hold"):
+        before.hold(MemoryPack("save-2", 1000))
+    assert discovery.keepers("/root", ITEM, how, "first", earlier=first).nodes == ()
+    with pytest.raises(Refused):
+        next(iter(beside._nodes.values())).keys("")
+    for one in (before, beside, now):
+        one.close()
+
+
+def test_the_command_line_shows_and_stops_keepers(three, capsys, monkeypatch):
+    from click.testing import CliRunner
+
+    from deltackpt.cli import cli
+    from deltackpt.cli import keepers as command
+
+    monkeypatch.setattr(command, "connect", lambda address: None)
+    discovery.keepers("/root", ITEM, Copies(copies=1, memory_bytes=MEMORY), "first")
+    shown = CliRunner().invoke(cli, ["keepers", "status", "/root", "--json"])
+    assert shown.exit_code == 0, shown.output
+    said = json.loads(shown.output)["keepers"]
+    assert [one["memory_bytes"] for one in said.values()] == [MEMORY] * 3
+    assert "address" in CliRunner().invoke(cli, ["keepers", "status", "/root"]).output
+    ended = CliRunner().invoke(cli, ["keepers", "stop", "/root"])
+    assert "3 actors ended" in ended.output
+    wait_until(lambda: keepers.states("/root", ITEM) == {}, "no keeper is left")
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_erasure_survives_as_many_nodes_as_it_says_and_names_what_one_more_takes(lost):
+    pytest.importorskip("pyeclib", reason="needs deltackpt[erasure]")
+    with ray_nodes.nodes(5) as cluster:
+        found = discovery.keepers("/root", ITEM, Erasure(k=2, m=2, memory_bytes=MEMORY), "first")
+        found.require_nodes()
+        held = Neighbours(found)
+        pack = MemoryPack("save-1", 20 << 20)
+        held.hold(pack)
+        gone = remove(cluster, found, lost)
+        if lost == 2:
+            assert held.labels() == [pack.label]
+            assert read(held, pack) == pack.data
+        else:
+            assert held.labels() == [] and held.incomplete() == [pack.label]
+            with pytest.raises(StorageError) as caught, held.reading(pack.label):
+                pass
+            assert "2 of 4 are needed" in str(caught.value)
+            for node in gone:
+                assert node in str(caught.value)
+        held.close()

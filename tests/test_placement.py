@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which nodes hold a key, and what is left of packs where nodes are lost: no sockets."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_pack import MemoryPack
+
+from deltackpt.errors import StorageError
+from deltackpt.storage.placement import ranked
+from deltackpt.storage.store import Missing, Unanswered
+from deltackpt.tiers import erasure, fragments, neighbours
+from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+
+NAMES = st.lists(st.text("abcdef0123456789", min_size=1), unique=True, min_size=1, max_size=12)
+
+
+@given(st.text(), NAMES, st.randoms())
+def test_everybody_gets_the_same_order(key, nodes, random_):
+    shuffled = [*nodes]
+    random_.shuffle(shuffled)
+    assert ranked(key, nodes) == ranked(key, shuffled)
+    assert sorted(ranked(key, nodes)) == sorted(nodes)
+
+
+@given(st.text(), NAMES, st.data())
+def test_a_node_that_leaves_moves_nothing_else(key, nodes, data):
+    gone = data.draw(st.sampled_from(nodes))
+    left = [node for node in ranked(key, nodes) if node != gone]
+    assert ranked(key, [node for node in nodes if node != gone]) == left
+
+
+@given(st.text(), NAMES, st.data())
+def test_no_rack_has_a_second_node_before_every_rack_has_one(key, nodes, data):
+    racks = {node: data.draw(st.sampled_from("xyz")) for node in nodes}
+    order = ranked(key, nodes, racks=racks)
+    count = len(set(racks.values()))
+    assert len({racks[node] for node in order[:count]}) == count
+
+
+def test_keys_spread_over_the_nodes():
+    nodes = [f"node-{i}" for i in range(10)]
+    first = collections.Counter(ranked(f"key-{i}", nodes)[0] for i in range(5000))
+    assert max(first.values()) < 1.3 * min(first.values())
+
+
+class Cluster:
+    """Keepers in memory; those that are down do not answer, and are empty when they come back."""
+
+    def __init__(self, count: int, racks: int = 0):
+        self.racks = {f"n{i}": f"r{i % racks}" if racks else "" for i in range(count)}
+        self.objects: dict[str, dict[str, bytes]] = {f"n{i}": {} for i in range(count)}
+        self.down: set[str] = set()
+
+    def lose(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            self.down.add(node)
+            self.objects[node].clear()
+
+    def keepers(self, k: int, m: int) -> Keepers:
+        nodes = tuple(KeeperNode(node=n, address=n, rack=self.racks[n]) for n in self.objects)
+        return Keepers(root="root", own="n0", token="t", nodes=nodes, k=k, m=m)
+
+    def connect(self, address: str, token: str, *, deadline_secs: float) -> MemoryNode:
+        return MemoryNode(self, address)
+
+
+class MemoryNode:
+    """A ``Node`` without a socket."""
+
+    def __init__(self, cluster: Cluster, name: str):
+        self.cluster, self.name = cluster, name
+
+    def _objects(self) -> dict[str, bytes]:
+        if self.name in self.cluster.down:
+            raise Unanswered(f"{self.name}: expected an answer, found none")
+        return self.cluster.objects[self.name]
+
+    def put(self, key: str, parts: Sequence[Any], *, absent: bool = False) -> None:
+        self._objects()[key] = b"".join(parts)
+
+    def read_into(
+        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
+    ) -> None:
+        data = self._objects().get(key)
+        if data is None:
+            raise Missing(key)
+        for part in parts:
+            part[:] = data[start : start + len(part)]
+            start += len(part)
+
+    def keys(self, folder: str, *, after: str = "") -> list[str]:
+        return sorted(key for key in self._objects() if key.startswith(f"{folder}/"))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._objects().pop(key, None)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs of a few hundred bytes have several segments and stripes."""
+    monkeypatch.setattr(fragments, "SEGMENT_BYTES", 400)
+    monkeypatch.setattr(erasure, "STRIPE_BYTES", 256)
+
+
+def opened(cluster: Cluster, k: int, m: int, monkeypatch: pytest.MonkeyPatch) -> Neighbours:
+    monkeypatch.setattr(neighbours, "Node", cluster.connect)
+    return Neighbours(cluster.keepers(k, m))
+
+
+def read(held: Neighbours, pack: MemoryPack) -> bytes:
+    found = bytearray(pack.label.nbytes)
+    with held.reading(pack.label) as reader:
+        for at in range(0, len(found), 170):
+            reader.read_into(at, memoryview(found)[at : at + 170])
+    return bytes(found)
+
+
+@pytest.mark.parametrize(("k", "m"), [(1, 0), (1, 1), (2, 1), (2, 2), (4, 2)])
+def test_a_thousand_random_losses_of_as_many_nodes_as_promised(k, m, small, monkeypatch):
+    """Copies(r) is k = 1, m = r - 1: own node and r - 1 others, or any r - 1 of the others."""
+    if k > 1 and m > 1:
+        pytest.importorskip("pyeclib", reason="needs deltackpt[erasure]")
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    random_ = random.Random(seed)
+    for round_ in range(200):
+        cluster = Cluster(random_.randint(k + m + 1, 12), racks=random_.choice([0, 3]))
+        held = opened(cluster, k, m, monkeypatch)
+        packs = [MemoryPack(f"save-{round_}-{i}", random_.randint(1, 1500)) for i in range(3)]
+        for pack in packs:
+            held.hold(pack)
+        cluster.lose(["n0"])  # One's own, of which nothing may depend.
+        others = [node for node in cluster.objects if node != "n0"]
+        cluster.lose(random_.sample(others, m))
+        assert held.labels() == sorted(pack.label for pack in packs)
+        for pack in packs:
+            assert read(held, pack) == pack.data
+        held.close()
+
+
+@pytest.mark.parametrize(("k", "m"), [(1, 1), (3, 1)])
+def test_one_loss_too_many_says_which_fragments_and_nodes_are_missing(k, m, small, monkeypatch):
+    cluster = Cluster(k + m + 1)
+    held = opened(cluster, k, m, monkeypatch)
+    pack = MemoryPack("save", 1000)
+    held.hold(pack)
+    gone = [f"n{i}" for i in range(1, m + 2)]
+    cluster.lose(gone)
+    assert held.labels() == []
+    assert held.incomplete() == ([pack.label] if k > 1 else [])
+    with pytest.raises(StorageError, match="save: expected") as caught, held.reading(pack.label):
+        pass
+    for node in gone:
+        assert f"{node}: expected an answer" in str(caught.value)
+    if k > 1:
+        assert f"{k} of {k + m} are needed" in str(caught.value)
+    held.close()
+
+
+def test_nothing_is_held_on_the_own_node_and_no_node_holds_two_fragments(small, monkeypatch):
+    cluster = Cluster(6)
+    held = opened(cluster, 3, 1, monkeypatch)
+    held.hold(MemoryPack("save", 1000))
+    assert not cluster.objects["n0"]
+    counts = [len(one) for one in cluster.objects.values()]
+    assert sorted(counts) == [0, 0, 3, 3, 3, 3]
+    held.close()
+
+
+def test_fragments_are_spread_over_racks(small, monkeypatch):
+    cluster = Cluster(9, racks=4)
+    held = opened(cluster, 3, 1, monkeypatch)
+    held.hold(MemoryPack("save", 100))
+    racks = [cluster.racks[node] for node, there in cluster.objects.items() if there]
+    assert len(set(racks)) == 4
+    held.close()
+
+
+def test_a_node_that_is_down_is_replaced_by_the_next_one(small, monkeypatch):
+    cluster = Cluster(6)
+    held = opened(cluster, 3, 1, monkeypatch)
+    pack = MemoryPack("save", 1000)
+    order = ranked("save", ["n1", "n2", "n3", "n4", "n5"])
+    cluster.lose(order[:1])
+    held.hold(pack)
+    assert all(cluster.objects[node] for node in order[1:])
+    cluster.lose(order[1:2])
+    assert read(held, pack) == pack.data
+    held.close()
+
+
+def test_too_few_living_nodes_refuse_a_pack_by_name(small, monkeypatch):
+    cluster = Cluster(5)
+    held = opened(cluster, 3, 1, monkeypatch)
+    cluster.lose(["n3"])
+    with pytest.raises(StorageError, match="4 other nodes.*n3: expected an answer"):
+        held.hold(MemoryPack("save", 1000))
+    cluster.down.clear()
+    held.hold(MemoryPack("save", 1000))
+    held.close()
+
+
+def test_to_hold_again_sends_nothing(small, monkeypatch):
+    cluster = Cluster(5)
+    held = opened(cluster, 3, 1, monkeypatch)
+    pack = MemoryPack("save", 1000)
+    held.hold(pack)
+    before = {node: dict(there) for node, there in cluster.objects.items()}
+    monkeypatch.setattr(MemoryNode, "put", None)
+    held.hold(pack)
+    assert cluster.objects == before
+    held.close()
+
+
+def test_what_a_node_lost_meanwhile_is_filled_again_by_holding_again(small, monkeypatch):
+    cluster = Cluster(5)
+    held = opened(cluster, 3, 1, monkeypatch)
+    pack = MemoryPack("save", 1000)
+    held.hold(pack)
+    cluster.lose(["n2"])
+    cluster.down.clear()
+    held.hold(pack)
+    assert cluster.objects["n2"]
+    held.close()
+
+
+def test_what_could_not_be_dropped_is_dropped_later(small, monkeypatch):
+    cluster = Cluster(5)
+    held = opened(cluster, 3, 1, monkeypatch)
+    packs = [MemoryPack(f"save-{i}", 1000) for i in range(3)]
+    for pack in packs:
+        held.hold(pack)
+    cluster.down.add("n1")
+    held.drop([packs[0].label])
+    assert cluster.objects["n1"] and held.labels() == [packs[1].label, packs[2].label]
+    cluster.down.clear()
+    held.drop([packs[1].label])
+    keys = [key for there in cluster.objects.values() for key in there]
+    assert keys and all("/save-2/" in key for key in keys)
+    held.close()

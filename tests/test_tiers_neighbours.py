@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage with neighbours: what a node takes with it comes back from the others' memory.
+
+The nodes are real servers; who finds them is the test, in the place of Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import servers
+from test_tiers import Kept, Node, eventually, same, staged, without_promoter
+
+import deltackpt
+from deltackpt import Copies, Erasure
+from deltackpt.errors import OptionError, ServiceUnavailable, WaitTimeout
+from deltackpt.events import FailureEvent
+from deltackpt.nodes.server import NodeServer
+from deltackpt.nodes.shelves import MemoryShelf
+from deltackpt.nodes.tokens import Tokens
+from deltackpt.options import Timeouts
+from deltackpt.service import discovery
+from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+from deltackpt.tiers.pushing import Pusher
+from deltackpt.tiers.stage import Stage
+
+_numbers = itertools.count()
+
+
+class Cluster:
+    """Nodes with a keeper each, found as those of Ray are."""
+
+    def __init__(self, count: int):
+        self.shelves = {f"node{i}": MemoryShelf(1 << 30) for i in range(count)}
+        self.tokens = {name: Tokens() for name in self.shelves}
+        self.servers = {name: self._serve(name) for name in self.shelves}
+        self.own = "node0"
+        self.holder = ""
+        self.gone: set[str] = set()
+
+    def _serve(self, name: str) -> NodeServer:
+        return NodeServer(self.shelves[name], bind="127.0.0.1", tokens=self.tokens[name])
+
+    def keepers(
+        self,
+        root: Any,
+        item: str,
+        how: Copies | Erasure,
+        holder: str,
+        *,
+        earlier: Keepers | None = None,
+    ) -> Keepers:
+        """See ``service.discovery.keepers``."""
+        token = secrets.token_urlsafe(32) if earlier is None else earlier.token
+        for tokens in self.tokens.values():
+            tokens.admit(token) if self.holder == holder else tokens.rotate(token)
+        self.holder = holder
+        k, m = (how.k, how.m) if isinstance(how, Erasure) else (1, how.copies - 1)
+        nodes = tuple(
+            KeeperNode(node=name, address=server.address)
+            for name, server in self.servers.items()
+            if name not in self.gone
+        )
+        return Keepers(root="root", own=self.own, token=token, nodes=nodes, k=k, m=m)
+
+    def lose(self, name: str) -> None:
+        """A node goes for good, with its memory."""
+        self.gone.add(name)
+        self.servers[name].close()
+        self.shelves[name].close()
+
+    def restart_keeper(self, name: str) -> None:
+        """A keeper dies, and comes back empty, at another address, letting in nobody."""
+        self.servers[name].close()
+        self.shelves[name].close()
+        self.shelves[name], self.tokens[name] = MemoryShelf(1 << 30), Tokens()
+        self.servers[name] = self._serve(name)
+
+    def holding(self) -> dict[str, int]:
+        """How many fragments each living node has."""
+        living = self.shelves.keys() - self.gone
+        return {name: len(self.shelves[name].keys("", after="", most=1 << 20)) for name in living}
+
+    def close(self) -> None:
+        for name in self.shelves.keys() - self.gone:
+            self.lose(name)
+
+
+class NeighbourNode(Node):
+    """A machine whose saves are safe once neighbours have them."""
+
+    how: Copies | Erasure = Copies()
+
+    def manager(self, **options: Any) -> deltackpt.CheckpointManager:
+        given = {"neighbours": self.how, "wait_for": "neighbours", **options}
+        return super().manager(**given)
+
+    def lose(self) -> None:
+        """The machine goes for good; another begins with nothing."""
+        shutil.rmtree(self.stage.path)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory) -> Iterator[servers.Server]:
+    with servers.s3(tmp_path_factory.mktemp("server")) as found:
+        with servers.environment_of(found):
+            yield found
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> Iterator[Callable[[int], Cluster]]:
+    """Makes the cluster of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int) -> Cluster:
+            found = stack.enter_context(contextlib.closing(Cluster(count)))
+            monkeypatch.setattr(discovery, "keepers", found.keepers)
+            return found
+
+        yield make
+
+
+@pytest.fixture
+def node(s3, tmp_path) -> Callable[[], NeighbourNode]:
+    """Makes nodes that train on one root."""
+    url = s3.bucket(f"neighbours{next(_numbers)}") + "/some/run"
+    made = (NeighbourNode(url, s3.endpoint, tmp_path / f"node{number}") for number in range(9))
+    return lambda: next(made)
+
+
+class _Pushing:
+    """In the place of a promoter that never reaches the root: neighbours alone are filled."""
+
+    def __init__(self, stage: Stage):
+        self._pusher = Pusher(stage)
+        self._thread = self._pusher.start()
+
+    def end(self) -> None:
+        self._pusher.end()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
+    """Saves come to neighbours, and not to the root."""
+    pushing: list[_Pushing] = []
+
+    def start(self) -> None:
+        if not pushing:
+            pushing.append(_Pushing(one.stage))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltackpt.tiers.running.Running.start", start)
+        try:
+            yield
+        finally:
+            for each in pushing:
+                each.end()
+
+
+HOWS = [(Copies(1), 2, ["node1"]), (Copies(2), 3, ["node2"]), (Erasure(k=2, m=1), 4, ["node1"])]
+
+
+@pytest.mark.parametrize(("how", "count", "lost"), HOWS, ids=str)
+def test_a_node_that_goes_takes_no_save_with_it(node, cluster, monkeypatch, how, count, lost):
+    cluster = cluster(count)
+    one, other = node(), node()
+    one.how = other.how = how
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step, metrics={"loss": float(step)})
+        manager.wait()
+        assert one.root() == []
+    one.lose()
+    if not isinstance(how, Copies) or how.copies > 1:
+        for name in lost:
+            cluster.lose(name)
+        cluster.restart_keeper("node0")
+        cluster.servers["spare"] = NodeServer(
+            cluster.shelves.setdefault("spare", MemoryShelf(1 << 30)),
+            bind="127.0.0.1",
+            tokens=cluster.tokens.setdefault("spare", Tokens()),
+        )
+    with other.manager(wait_for="root") as manager:
+        found = other.restore(manager)
+        assert (found.step, found.source) == (3, ("neighbours",) * 4)
+        assert same(other.held(), one.held())
+        other.save(manager, 4)
+        manager.wait()
+        assert other.root() == [0, 1, 2, 3, 4]
+
+
+def test_a_trainer_that_moves_to_its_neighbour_finds_what_that_one_has(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+    one.lose()
+    cluster.restart_keeper("node0")
+    cluster.own = "node1"
+    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+        assert other.restore(manager).source == ("neighbours",)
+        assert same(other.held(), one.held())
+        manager.wait()
+        # Its own memory does not count for it.
+        eventually(lambda: cluster.holding()["node0"] > 0, "the other node has it, too")
+
+
+def test_neighbours_hold_what_the_stage_holds(node, cluster):
+    cluster = cluster(2)
+    one = node()
+    with one.manager(wait_for="root", keep_local=1) as manager:
+        for step in range(6):
+            one.save(manager, step, force_base=True)
+        manager.wait()
+        eventually(
+            lambda: len(one.local()) <= 2 or bool(staged(manager).collect()), "they are evicted"
+        )
+        eventually(lambda: cluster.holding()["node1"] == len(one.local()), "and dropped")
+    assert cluster.holding()["node0"] == 0
+
+
+def test_what_training_went_back_behind_is_dropped_and_does_not_come_back(
+    node, cluster, monkeypatch
+):
+    cluster = cluster(2)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step)
+        manager.wait()
+        one.restore(manager, 1)
+        with pytest.warns(UserWarning, match="rolled-back"):
+            one.save(manager, 2)
+        manager.wait()
+        expected = one.held()
+        eventually(lambda: cluster.holding()["node1"] == 3, "what was left is dropped")
+    one.lose()
+    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        other.restore(manager)
+        assert same(other.held(), expected)
+
+
+def test_a_keeper_that_begins_again_is_filled_again(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    one.events = Kept()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        cluster.restart_keeper("node1")
+        one.save(manager, 1)
+        manager.wait()
+        eventually(lambda: cluster.holding()["node1"] == 2, "both saves are there again")
+        told = [event for event in one.events.of(FailureEvent) if event.operation == "push"]
+        assert len(told) <= 1
+
+
+def test_without_neighbours_that_answer_the_wait_says_so_and_loses_nothing(
+    node, cluster, monkeypatch
+):
+    cluster = cluster(2)
+    one = node()
+    limits = Timeouts(close_secs=3.0)
+    manager = one.manager(timeouts=limits)
+    without_promoter(monkeypatch, manager)
+    with root_out_of_reach(one, monkeypatch):
+        cluster.lose("node1")
+        one.save(manager, 0)
+        with pytest.raises(WaitTimeout, match="expected every save at the neighbours.*add nodes"):
+            manager.wait()
+        with pytest.raises(WaitTimeout):
+            manager.close()
+    assert one.local() == [0]
+
+
+def test_too_few_nodes_are_refused_at_the_start(node, cluster):
+    cluster(2)
+    one = node()
+    one.how = Erasure(k=2, m=1)
+    with pytest.raises(OptionError, match="expected 3 nodes beside one's own, found 1"):
+        one.manager()
+    one.how = Copies()
+    with one.manager() as manager:
+        one.save(manager, 0)
+
+
+def test_neighbours_need_ray(node):
+    with pytest.raises(ServiceUnavailable):
+        node().manager()
+
+
+def test_what_lets_in_at_neighbours_is_readable_by_the_trainers_user_alone(node, cluster):
+    cluster(2)
+    one = node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        path = one.stage.path / "neighbours.msgpack"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        token = Keepers.from_bytes(path.read_bytes()).token
+        for other in one.stage.path.rglob("*"):
+            if other.is_file() and other != path:
+                assert token.encode() not in other.read_bytes()
+        assert token not in repr(Keepers.from_bytes(path.read_bytes()))
+
+
+def test_whoever_trained_before_is_shut_out(node, cluster, monkeypatch):
+    cluster(2)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        before = Keepers.from_bytes((one.stage.path / "neighbours.msgpack").read_bytes())
+    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+        other.restore(manager)
+        with contextlib.closing(Neighbours(dataclasses.replace(before))) as late:
+            assert late.labels() == []
+        assert staged(manager)._near.held()
+
+
+def test_extents_are_asked_before_neighbours(node, cluster, tmp_path, monkeypatch):
+    cluster(2)
+    one = node()
+    extents = deltackpt.Extents(
+        directory=str(tmp_path / "extents"), nbytes=40 << 16, extent_bytes=1 << 16
+    )
+    with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
+        for step in range(2):
+            one.save(manager, step)
+        manager.wait()
+    expected = one.held()
+    one.lose()
+    data = bytearray(Path(tmp_path / "extents" / "extents").read_bytes())
+    place = data.index(b"dckpack1", data.index(b"dckpack1") + 8)
+    data[place + 40] ^= 1  # Of the delta.
+    Path(tmp_path / "extents" / "extents").write_bytes(data)
+    with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
+        assert one.restore(manager).source == ("extents", "neighbours")
+        assert same(one.held(), expected)
