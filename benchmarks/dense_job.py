@@ -121,7 +121,9 @@ def make(name: str, scale: float, *, sharded: bool) -> dict[str, Any]:
       scale: of its bytes.
       sharded: whether each process holds a share of every tensor that divides, else all of it.
     """
-    mesh = jax.make_mesh((jax.device_count(),), ("nodes",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (jax.device_count(),), ("nodes",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
     count = jax.device_count()
 
     def leaf(path: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -51,6 +51,16 @@ def iterate(state: State) -> State:
     return {"points": points, "assignments": assignments, "centroids": middles}
 
 
+@jax.jit
+def _no_rows(marks: deltackpt.TouchState) -> deltackpt.TouchState:
+    return deltackpt.touched.mark(marks, {"points": jnp.zeros(0, jnp.int32)})
+
+
+def passed(marks: deltackpt.TouchState | None, state: State) -> deltackpt.TouchState:
+    """Says of an iteration that it changed no point."""
+    return _no_rows(marks or deltackpt.touched.init({"points": state["points"]}))
+
+
 @functools.cache
 def _tables() -> deltackpt.Tables:
     return deltackpt.Tables(select="points", slots={})
@@ -99,21 +109,17 @@ class Clustering:
           seed: what they are drawn from.
         """
         self._manager = manager
-        template = jax.eval_shape(functools.partial(begin_shapes, points))
+        template = jax.eval_shape(functools.partial(_empty, points))
         found = manager.restore_latest(template)
         self.iteration = 0 if found is None else found.step
         self.state: State = begin(points, seed) if found is None else found.state
         self.source = () if found is None else found.source
-        # Nothing is ever marked.
-        self._marks = (
-            deltackpt.touched.init({"points": self.state["points"]})
-            if found is None
-            else found.touched
-        )
+        self._marks = None if found is None else found.touched
 
     def advance(self) -> None:
         """One iteration."""
         self.state = iterate(self.state)
+        self._marks = passed(self._marks, self.state)
         self.iteration += 1
 
     def save(self) -> None:
@@ -125,8 +131,8 @@ class Clustering:
         self._manager.wait()
 
 
-def begin_shapes(points: int) -> State:
-    """What a state is like."""
+def _empty(points: int) -> State:
+    """A state, for its shapes."""
     return {
         "points": jnp.zeros((points, WIDTH), jnp.float32),
         "assignments": jnp.zeros(points, jnp.int32),
