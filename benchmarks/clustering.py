@@ -82,7 +82,7 @@ class Tiered:
 class Whole:
     """All arrays into new files, one after the other."""
 
-    def __init__(self, disk: Path, write: Callable[[Any, kmeans.State], None]):
+    def __init__(self, disk: Path, write: Callable[[Any, dict[str, np.ndarray]], None]):
         self._disk, self._write = disk, write
 
     def save(self, iteration: int, state: kmeans.State) -> None:

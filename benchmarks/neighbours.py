@@ -107,7 +107,7 @@ def _round(pack: _Pack, found: dict[str, list[float]]) -> None:
 def _read(neighbours: Neighbours, pack: _Pack, out: np.ndarray) -> float:
     def read() -> None:
         with neighbours.reading(pack.label) as reader:
-            reader.read_into(0, memoryview(out))
+            reader.read_into(0, out.data)
 
     out[:] = 0
     seconds = timed(read)

@@ -29,12 +29,14 @@ def begin(points: int = POINTS, seed: int = 0) -> State:
     """Made-up points around as many centres as there are clusters, none of them assigned."""
     random = np.random.default_rng(seed)
     centres = random.standard_normal((CLUSTERS, WIDTH), np.float32)
-    values = 3 * random.standard_normal((points, WIDTH), np.float32)
-    values += centres[random.integers(CLUSTERS, size=points)]
+    values = random.standard_normal((points, WIDTH), np.float32)
+    # So close that points go on moving for a long time.
+    values += 0.03 * centres[random.integers(CLUSTERS, size=points)]
     return {
         "points": jnp.asarray(values),
         "assignments": jnp.full(points, -1, jnp.int32),
         "centroids": jnp.asarray(values[:CLUSTERS]),
+        "iteration": jnp.zeros((), jnp.int32),
     }
 
 
@@ -48,7 +50,12 @@ def iterate(state: State) -> State:
     members = jax.nn.one_hot(assignments, CLUSTERS, dtype=points.dtype)
     sizes = members.sum(axis=0)[:, None]
     middles = jnp.where(sizes > 0, members.T @ points / jnp.maximum(sizes, 1), centroids)
-    return {"points": points, "assignments": assignments, "centroids": middles}
+    return {
+        "points": points,
+        "assignments": assignments,
+        "centroids": middles,
+        "iteration": state["iteration"] + 1,
+    }
 
 
 @jax.jit
@@ -137,4 +144,5 @@ def _empty(points: int) -> State:
         "points": jnp.zeros((points, WIDTH), jnp.float32),
         "assignments": jnp.zeros(points, jnp.int32),
         "centroids": jnp.zeros((CLUSTERS, WIDTH), jnp.float32),
+        "iteration": jnp.zeros((), jnp.int32),
     }
