@@ -96,6 +96,10 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
         ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
         ("service_memory.py", ["--scale", "0.01", "--sizes", "1"]),
+        (
+            "tiers.py",
+            ["--scale", "0.01", "--repeats", "1", "--iterations", "2", "--processes", "1", "2"],
+        ),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
         (
             "training.py",

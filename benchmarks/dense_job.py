@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of processes that train and save dense states, for ``tiers.py``: what each of them measures.
+
+The processes are real ones, joined by gloo on loopback; each has a stage in memory and a promoter
+of its own. The root, and what Orbax writes, is behind servers that let through so many bytes per
+second. Orbax cannot write there, so its save is given the best case: it writes to memory, and as
+many bytes as its files have cross the same link meanwhile, from memory; it is done when both are.
+
+A step is an update of all parameters, a pause that leaves the cores to others as an accelerator's
+step does, and a meeting of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+import deltackpt
+from deltackpt.storage.nodes import Node
+
+#: Of a step of training, in which the cores are free.
+PAUSE_SECS = 0.5
+_START_SECS = 120
+#: Of one request of what stands for Orbax's writes.
+_PIECE_BYTES = 16 << 20
+_TABLE = {"table": {"embedding": (8, 8)}}
+_HANDLERS = {"embeddings": deltackpt.Tables(select="table/embedding", slots={})}
+
+Shapes = dict[str, Any]
+
+
+def resnet(scale: float) -> Shapes:
+    """27 tensors of 100 MB in all, as large as ResNet-50's parameters; unequal, as those are."""
+    unit = 25.6e6 * scale / sum(range(1, 28))
+    return {f"tensor{number:02d}": (4, max(1, round(unit * number / 4))) for number in range(1, 28)}
+
+
+def nt3(scale: float) -> Shapes:
+    """Nine tensors of 620 MB in all, nearly all of it in one: those of CANDLE's NT3."""
+    flat = max(4, round(773_760 * scale / 4) * 4)
+    return {
+        "conv1": {"kernel": (20, 1, 128), "bias": (128,)},
+        "conv2": {"kernel": (10, 128, 128), "bias": (128,)},
+        "dense1": {"kernel": (flat, 200), "bias": (200,)},
+        "dense2": {"kernel": (200, 20), "bias": (20,)},
+        "dense3": {"kernel": (20, 2)},
+    }
+
+
+def t5(scale: float) -> Shapes:
+    """The parameters of T5.1.1-base, 990 MB; smaller ones are as deep and less wide."""
+    factor = math.sqrt(scale)
+    model, inner, heads, words = (
+        max(4, round(size * factor / 4) * 4) for size in (768, 2048, 768, 32_128)
+    )
+
+    def attention() -> Shapes:
+        inwards = {name: {"kernel": (model, heads)} for name in ("query", "key", "value")}
+        return inwards | {"out": {"kernel": (heads, model)}}
+
+    def layer(*attentions: str) -> Shapes:
+        found: Shapes = {name: attention() for name in attentions}
+        found["mlp"] = {
+            "wi_0": {"kernel": (model, inner)},
+            "wi_1": {"kernel": (model, inner)},
+            "wo": {"kernel": (inner, model)},
+        }
+        norms = {f"pre_{name}_layer_norm": {"scale": (model,)} for name in found}
+        return found | norms
+
+    return {
+        "token_embedder": {"embedding": (words, model)},
+        "encoder": {f"layers_{n}": layer("attention") for n in range(12)}
+        | {"encoder_norm": {"scale": (model,)}},
+        "decoder": {
+            f"layers_{n}": layer("self_attention", "encoder_decoder_attention") for n in range(12)
+        }
+        | {"decoder_norm": {"scale": (model,)}, "logits_dense": {"kernel": (model, words)}},
+    }
+
+
+STATES: dict[str, Callable[[float], Shapes]] = {"ResNet-50": resnet, "NT3": nt3, "T5.1.1": t5}
+
+
+def _is_shape(found: Any) -> bool:
+    return isinstance(found, tuple)
+
+
+def nbytes(name: str, scale: float) -> int:
+    """Bytes of a state."""
+    shapes = jax.tree.leaves(STATES[name](scale), is_leaf=_is_shape)
+    return sum(4 * math.prod(shape) for shape in shapes)
+
+
+def make(name: str, scale: float, *, sharded: bool) -> dict[str, Any]:
+    """A state of random values, over the devices of all processes.
+
+    Args:
+      name: of its shapes.
+      scale: of its bytes.
+      sharded: whether each process holds a share of every tensor that divides, else all of it.
+    """
+    mesh = jax.make_mesh(
+        (jax.device_count(),), ("nodes",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    count = jax.device_count()
+
+    def leaf(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        divides = sharded and shape[0] % count == 0
+        spec = jax.sharding.PartitionSpec("nodes" if divides else None)
+        seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+        # Jitted, the random values of 300 tensors take a minute to compile.
+        values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        place = jax.sharding.NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(shape, place, lambda index: values[index])
+
+    shapes = {"params": STATES[name](scale), **_TABLE}
+    return jax.tree.map_with_path(leaf, shapes, is_leaf=_is_shape)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update(state: dict[str, Any]) -> dict[str, Any]:
+    """A step's change of all parameters."""
+    return {**state, "params": jax.tree.map(lambda leaf: leaf * 0.999, state["params"])}
+
+
+class Tiered:
+    """deltackpt: a stage in memory for each process, a promoter each, one root."""
+
+    def __init__(self, url: str, stage: Path, count: int):
+        self._manager = deltackpt.CheckpointManager(
+            url,
+            handlers=_HANDLERS,
+            options=deltackpt.ManagerOptions(
+                retention=1,
+                tiers=deltackpt.Tiers(stage=str(stage), keep_local=1, shared=count == 1),
+            ),
+        )
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        marks = deltackpt.touched.init({"table/embedding": state["table"]["embedding"]})
+        self._manager.save(step, state, touched=marks, force_base=True)
+
+    def wait(self) -> None:
+        self._manager.wait()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Orbax:
+    """Stock Orbax, synchronous and uncompressed, whose bytes cross the link meanwhile."""
+
+    def __init__(self, root: Path, url: str, count: int):
+        self._root, self._count = root, count
+        self._manager = ocp.CheckpointManager(
+            root,
+            item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
+        )
+        address = url.removeprefix("nodes://").partition("/")[0]
+        self._node = Node(address, os.environ["DELTACKPT_NODES_TOKEN"], deadline_secs=600)
+        self._sender = ThreadPoolExecutor(1, "link")
+        self._nbytes = 0
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        sent = self._sender.submit(self._send, self._nbytes // self._count)
+        self._manager.save(step, args=ocp.args.PyTreeSave(state))
+        sent.result()
+        meet()  # It returns in nobody before all have written.
+
+    def wait(self) -> None:
+        # What the next one will write: this one's files.
+        folder = self._root / str(self._manager.latest_step())
+        self._nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        meet()
+
+    def close(self) -> None:
+        self._manager.close()
+        self._sender.shutdown()
+        self._node.close()
+
+    def _send(self, nbytes: int) -> None:
+        data = memoryview(bytes(min(nbytes, _PIECE_BYTES)))
+        for start in range(0, nbytes, _PIECE_BYTES):
+            self._node.put(f"orbax/{jax.process_index()}", [data[: nbytes - start]])
+
+
+def meet() -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("meet")
+
+
+def train_step(state: dict[str, Any]) -> dict[str, Any]:
+    """One step of training."""
+    state = jax.block_until_ready(update(state))
+    time.sleep(PAUSE_SECS)
+    meet()
+    return state
+
+
+def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both ways in turn: how long a save blocks, and what it costs the step and the next one."""
+    ways = {
+        "ours": Tiered(f"{options.url}/run", options.directory / "stage", options.processes),
+        "Orbax": Orbax(options.directory / "orbax", options.url, options.processes),
+    }
+    found = []
+    for number in range(options.repeats + 1):
+        for name, way in ways.items():
+            meet()
+            started = time.perf_counter()
+            for _ in range(2):
+                state = train_step(state)
+            without = time.perf_counter() - started
+            started = time.perf_counter()
+            state = jax.block_until_ready(update(state))
+            before = time.perf_counter()
+            way.save(number, state)
+            blocked = time.perf_counter() - before
+            time.sleep(PAUSE_SECS)
+            meet()
+            state = train_step(state)
+            overhead = time.perf_counter() - started - without
+            way.wait()
+            if number:
+                found.append({"way": name, "blocked": blocked, "overhead": overhead})
+    for way in ways.values():
+        way.close()
+    return found
+
+
+def gather(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Saves to two roots in turn, and how long each took until ``wait()`` returned."""
+    urls = {"nodes": options.url, "shared": options.against}
+    ways = {
+        name: Tiered(f"{url}/run", options.directory / name, options.processes)
+        for name, url in urls.items()
+    }
+    found = []
+    for number in range(options.repeats + 1):
+        for name, way in ways.items():
+            state = jax.block_until_ready(update(state))
+            meet()
+            started = time.perf_counter()
+            way.save(number, state)
+            way.wait()
+            if number:
+                found.append({"way": name, "durable": time.perf_counter() - started})
+            meet()
+    for way in ways.values():
+        way.close()
+    return found
+
+
+TASKS = {"freeze": freeze, "gather": gather}
+
+
+def work(options: argparse.Namespace) -> None:
+    """One of the processes."""
+    signal.alarm(options.limit)  # Also where nobody is left to end it.
+    if options.processes > 1:
+        address = f"127.0.0.1:{options.port}"
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            address,
+            options.processes,
+            options.worker,
+            coordinator_bind_address=address,
+            initialization_timeout=_START_SECS,
+        )
+    state = make(options.state, options.scale, sharded=options.task == "gather")
+    found = TASKS[options.task](options, state)
+    (options.directory / f"found.{options.worker}.json").write_text(json.dumps(found))
+
+
+# In the one that started them.
+
+
+def run(
+    task: str,
+    state: str,
+    url: str,
+    folder: Path,
+    *,
+    processes: int,
+    scale: float,
+    repeats: int,
+    against: str = "",
+    limit: int = 900,
+) -> list[dict[str, Any]]:
+    """Runs a job; of each save the figures of the process that it took longest.
+
+    Args:
+      task: of ``TASKS``.
+      state: of ``STATES``.
+      url: of the store that the root is in.
+      folder: for stages, in memory; it is removed.
+      processes: how many.
+      scale: of the state.
+      repeats: saves of each way that are measured, after one that is not.
+      against: URL of the other store, of ``gather``.
+      limit: seconds for all of it.
+
+    Raises:
+      RuntimeError: a process failed.
+    """
+    folder.mkdir()
+    command = [sys.executable, __file__, task, state, url, f"--directory={folder}"]
+    command += [f"--processes={processes}", f"--scale={scale}", f"--repeats={repeats}"]
+    command += [f"--limit={limit}", f"--port={_free_port()}", f"--against={against}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    try:
+        with contextlib.ExitStack() as stack:
+            workers = [
+                stack.enter_context(_started([*command, f"--worker={rank}"], environment, folder))
+                for rank in range(processes)
+            ]
+            for rank, worker in enumerate(workers):
+                if worker.wait():
+                    said = (folder / f"log.{rank}").read_text(errors="replace")[-4000:]
+                    raise RuntimeError(f"process {rank} of {processes} failed:\n{said}")
+        views = [
+            json.loads((folder / f"found.{rank}.json").read_text()) for rank in range(processes)
+        ]
+    finally:
+        shutil.rmtree(folder)
+    return [
+        {
+            "way": parts[0]["way"],
+            **{key: max(part[key] for part in parts) for key in parts[0] if key != "way"},
+        }
+        for parts in zip(*views, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], environment: dict[str, str], folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    rank = re.sub(r".*=", "", command[-1])
+    with (folder / f"log.{rank}").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> None:
+    """Runs the command line of a process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("state", choices=STATES)
+    parser.add_argument("url")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--scale", type=float, required=True)
+    parser.add_argument("--against", default="")
+    for name in ("processes", "repeats", "limit", "port", "worker"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    work(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

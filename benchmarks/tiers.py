@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands near the training against what others measured: DeepFreeze, CHFS, PyMM.
+
+A shared file system is a store of one node that lets through 100 MB/s. Jobs of processes are those
+of ``dense_job.py``; ``clustering.py``, ``extents.py`` and ``neighbours.py`` have the other lines.
+
+    python benchmarks/tiers.py --json tiers.json
+    python benchmarks/tiers.py --only clustering --repeats 3
+    python benchmarks/tiers.py --scale 0.01 --repeats 1 --processes 1 --iterations 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import clustering
+import dense_job
+import extents
+import neighbours
+import stores
+from report import Report, Sample, arguments, secs
+
+#: Of the shared file system, and of each node's store and link together.
+SHARED_BYTES_PER_SEC, NODE_BYTES_PER_SEC = 100e6, 125e6
+NODES = 4
+_BLOCKED_BAR, _OVERHEAD_BAR, _GATHER_BAR = 1 / 10, 1 / 5, 1 / 4.5
+
+
+def freeze(report: Report, options: argparse.Namespace, memory: Path) -> None:
+    """DeepFreeze's table: blocking phase and overhead."""
+    for state in ("ResNet-50", "NT3"):
+        for count in options.processes:
+            with stores.node_stores(1, SHARED_BYTES_PER_SEC) as server:
+                found = dense_job.run(
+                    "freeze",
+                    state,
+                    server.url,
+                    memory / "job",
+                    processes=count,
+                    scale=options.scale,
+                    repeats=options.repeats,
+                )
+            title = f"{state}-sized, {dense_job.nbytes(state, options.scale) / 1e6:.0f} MB, {count}"
+            title += " process" + ("es" if count > 1 else "")
+            for figure, words, bar in (
+                ("blocked", "save() blocks", _BLOCKED_BAR),
+                ("overhead", "overhead", _OVERHEAD_BAR),
+            ):
+                ours, theirs = (_sample(found, way, figure) for way in ("ours", "Orbax"))
+                report.compare(
+                    f"{title}: {words}", ours, "Orbax, synchronous", theirs, secs, bar=bar
+                )
+    report.note(
+        "Overhead: the step that saves and the next one, less two steps without a save. Orbax: "
+        "uncompressed, to memory, while its bytes cross the same link; a save ends with the later."
+    )
+
+
+def gather(report: Report, options: argparse.Namespace, memory: Path) -> None:
+    """CHFS's table: a store over the nodes against a shared one."""
+    with (
+        stores.node_stores(NODES, NODE_BYTES_PER_SEC) as nodes,
+        stores.node_stores(1, SHARED_BYTES_PER_SEC) as shared,
+    ):
+        found = dense_job.run(
+            "gather",
+            "T5.1.1",
+            nodes.url,
+            memory / "job",
+            processes=NODES,
+            scale=options.scale,
+            repeats=options.repeats,
+            against=shared.url,
+        )
+    ours, theirs = (_sample(found, way, "durable") for way in ("nodes", "shared"))
+    nbytes = dense_job.nbytes("T5.1.1", options.scale)
+    report.compare(
+        f"T5.1.1-base, {nbytes / 1e6:.0f} MB: at {NODES} nodes of 125 MB/s",
+        ours,
+        "at a root of 100 MB/s",
+        theirs,
+        secs,
+        bar=_GATHER_BAR,
+    )
+    report.state(
+        "the same, for a MB",
+        Sample(tuple(1e6 * value / nbytes for value in ours.values)),
+        lambda value: f"{1 / value:.0f} MB/s",
+    )
+
+
+def kmeans(report: Report, options: argparse.Namespace, memory: Path) -> None:
+    """PyMM's table: k-means, saved at every iteration."""
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.directory) as disk:
+        clustering.measure(
+            report,
+            memory,
+            Path(disk),
+            scale=options.scale,
+            repeats=options.repeats,
+            iterations=options.iterations,
+        )
+
+
+def on_disk(report: Report, options: argparse.Namespace, memory: Path) -> None:
+    """Extents against new directories."""
+    del memory
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.directory) as disk:
+        nbytes = int(extents.NBYTES * options.scale)
+        extents.measure(report, Path(disk), nbytes=nbytes, repeats=options.repeats)
+
+
+def at_neighbours(report: Report, options: argparse.Namespace, memory: Path) -> None:
+    """Fragments, and nodes that are lost."""
+    del memory
+    neighbours.measure(report, scale=options.scale, repeats=options.repeats)
+
+
+TABLES: dict[str, Callable[[Report, argparse.Namespace, Path], None]] = {
+    "freeze": freeze,
+    "gather": gather,
+    "clustering": kmeans,
+    "extents": on_disk,
+    "neighbours": at_neighbours,
+}
+
+
+def _sample(found: list[dict[str, Any]], way: str, figure: str) -> Sample:
+    return Sample(tuple(one[figure] for one in found if one["way"] == way))
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = arguments(__doc__)
+    parser.set_defaults(repeats=5)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=[*TABLES], help="tables")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="of a job")
+    parser.add_argument("--iterations", type=int, default=20, help="of k-means in a round")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="for stages")
+    options = parser.parse_args()
+    report = Report(
+        "Near the training, and beside what others measured",
+        sizes=f"Steps of {dense_job.PAUSE_SECS} s in which the cores are free; "
+        f"{options.repeats} rounds in turn, median (range)",
+    )
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.memory) as memory:
+        for name in options.only:
+            TABLES[name](report, options, Path(memory))
+            report.section()
+    report.show(options.json, options.markdown)
+
+
+if __name__ == "__main__":
+    main()
