@@ -141,8 +141,10 @@ class StagedRoot(Held):
                 f"{self._stage.path}: expected a part of steps {lost} in the stage of each process "
                 f"of the job, found that some have none; what is here was moved to {aside}"
             )
+            gone = {infos[step].save_id for step in lost}
+            self._near.forget(gone)
             with self._ordering:
-                self._orders = self._orders.without({infos[step].save_id for step in lost})
+                self._orders = self._orders.without(gone)
                 self._order()
                 self._hidden = _gone(self._orders)
         if self._lag.behind():
@@ -330,10 +332,11 @@ class StagedRoot(Held):
             moved = self._local.roll_back(step, run)
             if not later:
                 return moved
-            self._near.forget(one.saves)
+            # First the orders, which say to the next start that what is held near does not count.
             era = {"era": self._orders.era + 1, "era_from": self._save_at(step)}
             self._order(rolled_back=[one], gone=one.saves, **era)
             self._hide(_given_up(one, self.item))
+            self._near.forget(one.saves)
         if at_root := sorted(later.keys() - {*moved}):
             events.warn(
                 f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
