@@ -17,6 +17,7 @@ import contextlib
 import functools
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -130,8 +131,9 @@ def make(name: str, scale: float, *, sharded: bool) -> dict[str, Any]:
         divides = sharded and shape[0] % count == 0
         spec = jax.sharding.PartitionSpec("nodes" if divides else None)
         seed = zlib.crc32(jax.tree_util.keystr(path).encode())
-        # Jitted, the random values of 300 tensors take a minute to compile.
-        values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        # Random mantissas, between 1 and 2. Jitted, those of 300 tensors compile for a minute.
+        bits = np.random.default_rng(seed).integers(1 << 23, size=shape, dtype=np.uint32)
+        values = (bits | np.uint32(127 << 23)).view(np.float32)
         place = jax.sharding.NamedSharding(mesh, spec)
         return jax.make_array_from_callback(shape, place, lambda index: values[index])
 
@@ -213,6 +215,14 @@ def meet() -> None:
         multihost_utils.sync_global_devices("meet")
 
 
+def settle(nbytes: int) -> None:
+    """Touches as much free memory: what a machine gets from its host at first touch only."""
+    if jax.process_index() == 0:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        mmap.mmap(-1, nbytes, flags=flags).close()
+    meet()
+
+
 def train_step(state: dict[str, Any]) -> dict[str, Any]:
     """One step of training."""
     state = jax.block_until_ready(update(state))
@@ -230,7 +240,7 @@ def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
     found = []
     for number in range(options.repeats + 1):
         for name, way in ways.items():
-            meet()
+            settle(4 * nbytes(options.state, options.scale))
             started = time.perf_counter()
             for _ in range(2):
                 state = train_step(state)
@@ -263,7 +273,7 @@ def gather(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
     for number in range(options.repeats + 1):
         for name, way in ways.items():
             state = jax.block_until_ready(update(state))
-            meet()
+            settle(4 * nbytes(options.state, options.scale))
             started = time.perf_counter()
             way.save(number, state)
             way.wait()
