@@ -129,6 +129,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/restore_service.py $(ARGS)
 	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
+	$(BIN)/python benchmarks/tiers.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
