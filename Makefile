@@ -130,6 +130,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/service_memory.py $(ARGS)
 	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
+	$(BIN)/python benchmarks/tiers.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
