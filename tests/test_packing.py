@@ -21,6 +21,7 @@ from deltackpt.storage import crc
 from deltackpt.storage.store import Missing, spot
 from deltackpt.tiers import packing
 from deltackpt.tiers.packing import Contents, FilePack, Label, PackName
+from deltackpt.tiers.stage import Line
 
 SAVE = SaveId("ab12", 7, 3)
 
@@ -52,11 +53,8 @@ def packed(folder: Path, save_id: SaveId = SAVE, epoch: int = 4, era: int = 1) -
         folder,
         save_id,
         "embeddings",
-        epoch=epoch,
-        era=era,
-        goes_on=None,
+        line=Line(run=save_id.run, epoch=epoch, holder="somebody", era=era, past={"cd34": 2}),
         root="s3://bucket/run",
-        holder="somebody",
     )
     return FilePack(folder, contents)
 
@@ -188,7 +186,8 @@ def test_keys_name_saves_and_the_newest_comes_first():
 def test_contents_say_when_and_under_which_root(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     found, start = packing.read_contents(held, held.label)
-    assert isinstance(found, Contents) and found.name.moment == (4, 1)
+    assert isinstance(found, Contents) and found.line.moment == (4, 1)
+    assert found.line.past == {"cd34": 2}
     assert (found.root, found.holder, found.save_id) == ("s3://bucket/run", "somebody", SAVE)
     assert held.label.nbytes - start == 1
 

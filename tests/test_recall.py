@@ -12,11 +12,11 @@ import hypothesis
 import hypothesis.strategies as st
 
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.entries import Claim, Entry, State
+from deltackpt.ledger.entries import Claim, Entry, Standing, State
 from deltackpt.ledger.lease import Lease
 from deltackpt.tiers import recall
 from deltackpt.tiers.packing import Contents
-from deltackpt.tiers.stage import Orders
+from deltackpt.tiers.stage import Line
 
 
 def claim(epoch: int, holder: str, *, began: bool = False, goes_on: SaveId | None = None) -> Claim:
@@ -35,7 +35,8 @@ class History:
     line: list[SaveId] = dataclasses.field(default_factory=list)
     lines: dict[tuple[int, int], list[SaveId]] = dataclasses.field(default_factory=dict)
     at_root: int = 0
-    run: str = ""
+    begun: Line | None = None
+    known: dict[str, Line] = dataclasses.field(default_factory=dict)
     runs: int = 0
     era: int = 0
     goes_on: SaveId | None = None
@@ -62,7 +63,15 @@ class History:
         self.line = self.line[:kept]
         self.goes_on = self.line[-1] if self.line else None
         self.runs += 1
-        self.run = f"run{self.runs}"
+        before = None if self.goes_on is None else self.known[self.goes_on.run]
+        self.begun = Line(
+            run=f"run{self.runs}",
+            epoch=len(self.claims),
+            holder=self.claims[-1].lease.holder,
+            era=self.era,
+            past={} if before is None or self.goes_on is None else before.followed(self.goes_on),
+        )
+        self.known[self.begun.run] = self.begun
 
     def save(self) -> None:
         if not self.claims:
@@ -72,7 +81,8 @@ class History:
             self.claims[-1] = dataclasses.replace(newest, began=True, goes_on=self.goes_on)
         self.attempt += 1
         step = (self.line[-1].step if self.line else 0) + self.drawn.randint(1, 3)
-        save_id = SaveId(self.run, step, self.attempt)
+        assert self.begun is not None
+        save_id = SaveId(self.begun.run, step, self.attempt)
         self.line.append(save_id)
         self.lines[self.moment] = [*self.line]
         self.packs.append(
@@ -80,7 +90,7 @@ class History:
                 save_id=save_id,
                 epoch=self.moment[0],
                 era=self.era,
-                goes_on=self.goes_on,
+                past=self.begun.past,
                 root="s3://bucket/run",
                 holder=self.claims[-1].lease.holder,
                 part=0,
@@ -118,7 +128,7 @@ def test_what_training_stands_on_comes_back_and_nothing_that_it_left(steps, seed
         if history.claims or step in ("save", "take_over"):
             getattr(history, step)()
     packs = history.waiting()
-    verdict = recall.judge(packs, history.state(), None)
+    verdict = recall.judge(packs, history.state(), lines_of(packs))
     counting = {one.save_id for one in verdict.counting}
     assert counting | {one.save_id for one, _ in verdict.orphans} == {one.save_id for one in packs}
     # What the newest moment stood on of which there is any trace: its own saves, or its claim.
@@ -138,12 +148,16 @@ def test_lost_packs_never_bring_back_what_training_left(steps, seed, lost):
             getattr(history, step)()
     drawn = random.Random(lost)
     packs = [one for one in history.waiting() if drawn.random() < 0.7]
-    verdict = recall.judge(packs, history.state(), None)
+    verdict = recall.judge(packs, history.state(), lines_of(packs))
     traces = [one.name.moment for one in packs]
     traces += [(one.lease.epoch, 0) for one in history.claims if one.began]
     if traces:
         line = history.lines[max(moment for moment in traces if moment in history.lines)]
         assert {one.save_id for one in verdict.counting} <= {*line}
+
+
+def lines_of(packs: list[Contents]) -> list[Line]:
+    return [one.line for one in packs]
 
 
 def one_pack(**changes: Any) -> Contents:
@@ -158,32 +172,49 @@ def state_of(*claims: Claim) -> State:
 
 def test_packs_of_another_root_under_the_url_do_not_count():
     pack = one_pack()
-    verdict = recall.judge([pack], state_of(claim(1, "somebody else")), None)
+    verdict = recall.judge([pack], state_of(claim(1, "somebody else")), lines_of([pack]))
     assert verdict.counting == () and "another root" in verdict.orphans[0][1]
-    assert recall.judge([pack], state_of(), None).counting == ()
+    assert recall.judge([pack], state_of(), lines_of([pack])).counting == ()
 
 
 def test_a_stage_that_is_there_says_that_training_went_back():
     pack = one_pack()
-    orders = Orders(
-        number=1,
-        stage="",
-        url="",
-        endpoint=None,
-        item="",
-        epoch=1,
-        began=True,
-        era=1,
-        era_from=None,
-    )
-    verdict = recall.judge([pack], state_of(claim(1, pack.holder, began=True)), orders)
+    later = Line(run="later", epoch=1, holder=pack.holder, era=1, past={})
+    state = state_of(claim(1, pack.holder, began=True))
+    verdict = recall.judge([pack], state, [pack.line, later])
     assert verdict.counting == () and "era 1" in verdict.orphans[0][1]
+    after = dataclasses.replace(later, past={pack.save_id.run: pack.save_id.attempt})
+    assert recall.judge([pack], state, [pack.line, after]).counting == (pack,)
 
 
-def test_hostile_packs_that_go_on_from_each_other_end():
-    first = one_pack(save_id=SaveId("a", 1, 1), epoch=2, goes_on=SaveId("b", 2, 1))
-    second = one_pack(save_id=SaveId("b", 2, 1), epoch=3, goes_on=SaveId("a", 1, 1))
-    third = one_pack(save_id=SaveId("c", 3, 1), epoch=1)
-    claims = [claim(epoch, first.holder) for epoch in (1, 2, 3)]
-    found = recall.judge([first, second, third], state_of(*claims), None)
-    assert third.save_id not in {one.save_id for one in found.counting}
+def test_a_line_that_training_went_on_without_says_nothing():
+    pack = one_pack()
+    fenced = Line(run="fenced", epoch=1, holder=pack.holder, era=1, past={})
+    state = state_of(claim(1, pack.holder), claim(2, "next", began=True, goes_on=pack.save_id))
+    assert recall.judge([pack], state, [pack.line, fenced]).counting == (pack,)
+
+
+def test_steps_at_the_root_that_training_went_back_behind_are_named():
+    pack = one_pack(save_id=SaveId("new", 2, 1), epoch=1, era=1, past={"old": 2}, holder="somebody")
+    old = [
+        Standing(
+            step=step,
+            item=None,
+            prefix=f"saves/{step}.1.0123456789abcdef",
+            save_id=SaveId("old", step, step + 1),
+            kind="base",
+            parent=None,
+            nbytes=1,
+            stored_bytes=1,
+            crc32c=0,
+        )
+        for step in range(4)
+    ]
+    entry = dataclasses.replace(Entry(), claims=(claim(1, "somebody"),))
+    state = State(entry=entry, standings={one.unit: one for one in old}, pages={})
+    assert {one.step for one in recall.left([pack], state, [pack.line])} == {2, 3}
+    onwards = dataclasses.replace(pack, past={"old": 4})
+    assert recall.left([onwards], state, [onwards.line]) == ()
+    after = Line(run="old", epoch=1, holder="somebody", era=2, past={"new": 1})
+    assert recall.left([pack], state, [pack.line, after]) == ()
+    assert recall.left([], state, []) == ()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import deltackpt
 from deltackpt import Extents
 from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.options import Tiers, Timeouts
+from deltackpt.tiers.extents import ExtentFile
 
 EXTENT = 64 << 10
 _numbers = itertools.count()
@@ -327,3 +330,299 @@ def test_the_rows_of_both_tiers_are_the_same_bits(node):
         far = one.restore(manager)
     for left, right in zip(jax.tree.leaves(near.state), jax.tree.leaves(far.state), strict=True):
         assert np.array_equal(np.asarray(left), np.asarray(right))
+
+
+# ---- restarts, rollbacks, damage and power cuts in a row
+
+
+def one_save_each_run(one, monkeypatch, count):
+    for step in range(count):
+        with one.manager() as manager:
+            if step:
+                one.restore(manager)
+            one.save(manager, step)
+            manager.wait()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_save_that_is_held_late_leaves_those_before_it_where_they_are(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:  # run 1
+        one.save(manager, 0)
+        manager.wait()
+    with one.manager() as manager:  # run 2, whose save is committed and not held (as by a kill)
+        one.restore(manager)
+
+        def refuse(self, pack):
+            raise StorageError("x: expected y, found z")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
+            one.save(manager, 1)
+            with pytest.raises(SaveFailed):
+                manager.wait()
+    with one.manager() as manager:  # run 3
+        assert one.restore(manager).step == 1
+        one.save(manager, 2)
+        manager.wait()  # acknowledged
+    expected = one.held()
+    one.cut_power()
+    with one.manager() as manager:
+        assert sorted(manager.all_steps()) == [0, 1, 2]
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_damaged_pack_takes_none_before_it_away(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    one_save_each_run(one, monkeypatch, 3)
+    one.cut_power()
+    path = one.extents / "extents"
+    data = bytearray(path.read_bytes())
+    place = data.index(b"dckpack1")
+    place = data.index(b"dckpack1", place + 8)  # of step 1
+    data[place + 40] ^= 1
+    path.write_bytes(data)
+    with one.manager() as manager:
+        assert one.restore(manager).step == 0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_was_left_and_still_is_at_the_root_does_not_count_after_a_power_cut(node, monkeypatch):
+    one = node()
+    with one.manager(wait_for="root") as manager:
+        for step in range(4):
+            one.save(manager, step)
+        manager.wait()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            one.restore(manager, 1)
+            one.save(manager, 2)
+            manager.wait()  # acknowledged, in the extents
+        expected = one.held()
+        one.cut_power()
+        with one.manager() as manager:
+            assert one.restore(manager).step == 2
+            assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_step_that_the_stage_lost_comes_back(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    one_save_each_run(one, monkeypatch, 3)
+    expected = one.held()
+    shutil.rmtree(one.stage.steps / "0")
+    with one.manager() as manager:
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_damaged_manifest_in_the_stage_is_read_from_the_extents(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+        manager.wait()
+    expected = one.held()
+    for path in (one.stage.steps / "2").rglob("manifest.0.msgpack"):
+        path.write_bytes(b"altered")
+    with one.manager() as manager:
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_base_that_was_left_at_the_root_does_not_count_after_a_power_cut(node, monkeypatch):
+    one = node()
+    with one.manager(wait_for="root") as manager:
+        for step in range(4):
+            one.save(manager, step, force_base=step == 3)
+        manager.wait()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            one.restore(manager, 1)
+            one.save(manager, 2)
+            manager.wait()  # acknowledged, in the extents
+        expected = one.held()
+        one.cut_power()
+        with one.manager() as manager:
+            assert one.restore(manager).step == 2
+            assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_save_after_a_rollback_comes_to_the_root_after_a_power_cut(node, monkeypatch):
+    one = node()
+    with one.manager(wait_for="root") as manager:
+        for step in range(4):
+            one.save(manager, step)
+        manager.wait()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            one.restore(manager, 1)
+            one.save(manager, 2)
+            manager.wait()  # acknowledged, in the extents
+        one.cut_power()
+    with one.manager(wait_for="root") as manager:
+        assert one.restore(manager).step == 2
+        one.save(manager, 3)
+        manager.wait()
+        assert one.root() == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_step_that_was_deleted_takes_none_before_it_away(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    for step in range(3):
+        with one.manager() as manager:
+            if step:
+                one.restore(manager)
+            one.save(manager, step, force_base=True)
+            manager.wait()
+            if step == 2:
+                manager.delete(1)
+    one.cut_power()
+    with one.manager() as manager:
+        assert sorted(manager.all_steps()) == [0, 2]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_error_while_going_back_brings_nothing_back(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step)
+        manager.wait()
+        one.restore(manager, 1)
+
+        def refuse(self, labels):
+            raise StorageError("extents: expected to write, found an input/output error")
+
+        state, touched = one.state, one.touched
+        with monkeypatch.context() as patch:
+            patch.setattr(ExtentFile, "drop", refuse)
+            with pytest.raises(StorageError):
+                one.save(manager, 2)
+        one.state, one.touched = state, touched
+        one.save(manager, 2)  # again
+        manager.wait()  # acknowledged
+    expected = one.held()
+    one.cut_power()
+    with one.manager() as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_saves_that_never_come_to_the_root_do_not_fill_the_extents(node, monkeypatch):
+    one = node()
+    small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager(extents=small) as manager:
+            for step in range(12):
+                one.save(manager, step)
+            manager.wait()
+    for path in (one.stage.steps / "0").rglob("*"):  # One file of the stage is damaged.
+        if path.is_file() and path.stat().st_size > 4000:
+            data = bytearray(path.read_bytes())
+            data[100] ^= 1
+            path.write_bytes(data)
+    manager = one.manager(extents=small, timeouts=Timeouts(save_secs=15.0, close_secs=12.0))
+    one.restore(manager)
+    for step in range(12, 16):
+        one.save(manager, step, force_base=True)
+        manager.wait()
+    manager.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_save_whose_header_is_damaged_is_told(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+        manager.wait()
+    one.cut_power()
+    path = one.extents / "extents"
+    data = bytearray(path.read_bytes())
+    place = data.index(b"dckpack1")
+    for _ in range(2):
+        place = data.index(b"dckpack1", place + 8)  # of step 2, the newest
+    data[place - 4096 + 60] ^= 1  # Its header.
+    path.write_bytes(data)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with one.manager() as manager:
+            assert one.restore(manager).step == 1
+    assert told
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_same_step_again_after_a_refusal_is_refused_since_it_stands(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+
+        def refuse(self, pack):
+            raise StorageError("extents: expected to write, found an input/output error")
+
+        state, touched = one.state, one.touched
+        with monkeypatch.context() as patch:
+            patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
+            one.save(manager, 1)
+            with pytest.raises(SaveFailed):
+                manager.wait()
+        one.state, one.touched = state, touched
+        with pytest.raises(OptionError, match="expected a step above 1"):
+            one.save(manager, 1)
+        one.save(manager, 2)
+        manager.wait()
+    expected = one.held()
+    one.cut_power()
+    with one.manager() as manager:
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rollbacks_and_power_cuts_again_and_again(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    expected, step = None, 0
+    drawn = random.Random(7)
+    line = []
+    for _ in range(10):
+        with one.manager() as manager:
+            if line:
+                assert one.restore(manager).step == line[-1]
+                assert same(one.held(), expected)
+                assert manager.all_steps() == line
+            for _ in range(drawn.randint(0, 3)):
+                if line and drawn.random() < 0.5:
+                    kept = drawn.randint(1, len(line))
+                    one.restore(manager, line[kept - 1])
+                    line = line[:kept]
+                for _ in range(drawn.randint(1, 2)):
+                    step = (line[-1] if line else 0) + 1
+                    one.save(manager, step, force_base=drawn.random() < 0.3)
+                    line.append(step)
+                manager.wait()
+                expected = one.held()
+        if drawn.random() < 0.6:
+            one.cut_power()

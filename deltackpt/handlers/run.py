@@ -153,6 +153,10 @@ class Run:
           OptionError: it is not above the newest one, or the one that was restored.
         """
         newest = self.newest if self.restored is None else self.restored
+        parent = self.lineage.goes_on
+        if newest is not None and parent is not None:
+            # A save that was told to have failed may stand all the same.
+            newest = max(newest, parent.step)
         if newest is None or step > newest:
             return
         if self.restored is None and self.among.count == 1:

@@ -150,7 +150,7 @@ class Saver:
             self._go_back(split, arguments.touched)
         run.check_above(step)
         run.roll_back(step)
-        run.held.begin(run.lineage.goes_on)
+        run.held.begin(run.lineage.goes_on, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:

@@ -108,8 +108,12 @@ class Held(Steps, abc.ABC):
           gather: what each process gives, on every process.
         """
 
-    def begin(self, goes_on: SaveId | None) -> None:
-        """Notes what training goes on from, before its first save; None where it began afresh.
+    def begin(self, goes_on: SaveId | None, run: str) -> None:
+        """Notes what training goes on from, before its first save.
+
+        Args:
+          goes_on: the save; None where it begins afresh.
+          run: that goes on.
 
         Raises:
           StorageError: it cannot be noted.

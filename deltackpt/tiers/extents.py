@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deltackpt import events
 from deltackpt.errors import (
     ClosedError,
     Damaged,
@@ -212,9 +213,12 @@ class ExtentFile:
         found = extents.read_division(block.tobytes(), shown)
         # What would be written over, or not be found, by another division.
         streams: dict[tuple[int, str], dict[int, tuple[Header, int]]] = {}
+        damaged: list[int] = []
         for extent in range(found.count):
             self._file.read_into(found.start(extent), block)
             header = extents.read_header(block.tobytes())
+            if header is None and block.any():
+                damaged.append(extent)
             if header is not None:
                 self._sequence = max(self._sequence, header.sequence)
                 pieces = streams.setdefault((header.sequence, header.key), {})
@@ -233,6 +237,11 @@ class ExtentFile:
                 f"extent_bytes={found.extent_bytes}, or remove it once none of them is needed"
             )
         self._check_newest()
+        if damaged:
+            events.warn(
+                f"{self.path}: expected headers in all extents, found those of {damaged} damaged: "
+                "what was held there is lost, unless it was being written when the power went"
+            )
 
     def _check_newest(self) -> None:
         """Lets the pack go that was being written when the one before this ended, if it is torn."""

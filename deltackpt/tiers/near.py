@@ -23,7 +23,8 @@ from deltackpt.tiers import packing, recall
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.neighbours import Keepers, Neighbours
 from deltackpt.tiers.packing import FilePack, Holder, PackName
-from deltackpt.tiers.stage import Orders, Stage
+from deltackpt.tiers.recall import Recalled
+from deltackpt.tiers.stage import Line, Orders, Stage
 
 #: Between two searches for neighbours.
 _FIND_SECS = 2.0
@@ -111,14 +112,15 @@ class Near:
         self._keepers, self._neighbours = keepers, Neighbours(keepers)
         self._stage.note_keepers(keepers.to_bytes())
 
-    def recall(self, root: str, state: State, old: Orders | None) -> None:
+    def recall(self, root: str, state: State, old: Orders | None) -> Recalled:
         """Brings back what counts; see ``recall.recall``.
 
         Raises:
           OptionError: a holder is another root's; or there are too few neighbours for what comes.
         """
+        found = Recalled({}, (), ())
         if self._holders:
-            self._where |= recall.recall(
+            found = recall.recall(
                 self._stage,
                 self._local,
                 self._holders,
@@ -130,9 +132,11 @@ class Near:
                 fsync=self._fsync,
             )
 
+        self._where |= found.where
         if self._keepers is not None and self._neighbours is not None:
             self._warn_of_lost(self._neighbours, state)
             self._keepers.require_nodes()  # Whoever is left was asked before.
+        return found
 
     def _warn_of_lost(self, neighbours: Neighbours, state: State) -> None:
         """Says of each save that too few nodes are left to bring back what is missing."""
@@ -263,12 +267,14 @@ def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePac
         step_dir,
         save_id,
         item,
-        epoch=orders.epoch,
-        era=orders.era,
-        goes_on=orders.era_from,
+        line=orders.line(save_id.run) or _unknown(save_id, orders),
         root=orders.url,
-        holder=orders.holder,
         part=orders.process if orders.apart else 0,
         parts=orders.processes if orders.apart else 1,
     )
     return FilePack(step_dir, contents)
+
+
+def _unknown(save_id: SaveId, orders: Orders) -> Line:
+    """That of a run of which none was noted: it comes after nothing that is known."""
+    return Line(run=save_id.run, epoch=orders.epoch, holder=orders.holder, era=orders.era, past={})

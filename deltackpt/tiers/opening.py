@@ -25,7 +25,8 @@ from deltackpt.storage import buckets, files
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.near import FindNeighbours, Near
 from deltackpt.tiers.neighbours import Keepers
-from deltackpt.tiers.stage import Orders, Stage, check_stage, default_stage
+from deltackpt.tiers.recall import Recalled
+from deltackpt.tiers.stage import Orders, RollBack, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
 
@@ -113,10 +114,10 @@ def open_root(
         find = _finder(place.url, item, tiers, claim)
         near = _near(stage, local, extents, find, options, process, count)
         opened.callback(near.close)
-        near.recall(place.url, journal.known, old)
+        recalled = near.recall(place.url, journal.known, old)
         if not tiers.shared:
             old = _without_other_parts(stage, local, item, journal.known, count, old)
-        orders = _orders(old, place.url, item, claim, options, process, count)
+        orders = _orders(old, place.url, item, claim, options, process, count, recalled)
         stage.order(orders)
         limit = options.timeouts.save_secs
         held = StagedRoot(
@@ -180,9 +181,9 @@ def _apart(
         find = _finder(url, item, tiers, claim)
         near = _near(stage, local, extents, find, options, process, processes)
         opened.callback(near.close)
-        near.recall(url, journal.known, old)
+        recalled = near.recall(url, journal.known, old)
         old = _without_other_parts(stage, local, item, journal.known, processes, old)
-        orders = _orders(old, url, item, claim, options, process, processes)
+        orders = _orders(old, url, item, claim, options, process, processes, recalled)
         stage.order(orders)
         limit = options.timeouts.save_secs
         held = StagedApart(
@@ -266,18 +267,28 @@ def _orders(
     options: ManagerOptions,
     process: int,
     processes: int,
+    recalled: Recalled,
 ) -> Orders:
     """The first orders under a claim, with what is still to be done of those before."""
     tiers = options.tiers or Tiers()
+    number = 1 if old is None else old.number + 1
+    lines = [*recalled.lines, *(() if old is None else old.lines)]
+    rolled_back = list(() if old is None else old.rolled_back)
+    if recalled.left:
+        # It was ordered before what came back was made, by orders that are lost.
+        after = min(one.step for one in recalled.left) - 1
+        run = recalled.lines[-1].run
+        rolled_back.append(RollBack(number=number, after=after, run=run, saves=recalled.left))
     return Orders(
-        number=1 if old is None else old.number + 1,
+        number=number,
         stage=uuid.uuid4().hex if old is None else old.stage,
         url=url,
         endpoint=tiers.endpoint,
         item=item,
         holder=claim.lease.holder,
         epoch=claim.lease.epoch,
-        rolled_back=() if old is None else old.rolled_back,
+        lines=tuple({one.run: one for one in lines}.values()),
+        rolled_back=tuple(rolled_back),
         retired=() if old is None else old.retired,
         bytes_per_sec=tiers.bytes_per_sec,
         store_secs=options.timeouts.store_secs,

@@ -31,6 +31,7 @@ from deltackpt.reading import inventory
 from deltackpt.storage import crc, digests, files
 from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, spot
+from deltackpt.tiers.stage import Line
 
 _MAGIC = "deltackpt.pack"
 _PREFIX = struct.Struct("<8sQ")
@@ -60,7 +61,7 @@ class PackName(NamedTuple):
       run: of the save.
       attempt: of the save.
       step: of the save.
-      epoch: of the claim under which it was packed.
+      epoch: of the claim under which the run of the save began.
       era: how often training had gone back by then under that claim.
       part: of which process of several that have a stage each; else 0.
     """
@@ -162,7 +163,7 @@ class Contents:
       save_id: the save.
       epoch: as in ``PackName``.
       era: as in ``PackName``.
-      goes_on: the save that training went on from in that era; None where it began afresh.
+      past: as in ``Line``, of the run of the save.
       root: its URL.
       holder: of the claim of that epoch: which of the roots that stood under the URL.
       part: as in ``PackName``.
@@ -174,7 +175,7 @@ class Contents:
     save_id: SaveId
     epoch: int
     era: int
-    goes_on: SaveId | None
+    past: dict[str, int]
     root: str
     holder: str
     part: int
@@ -186,6 +187,17 @@ class Contents:
         """The name of the pack."""
         run, step, attempt = self.save_id.run, self.save_id.step, self.save_id.attempt
         return PackName(run, attempt, step, self.epoch, self.era, self.part)
+
+    @property
+    def line(self) -> Line:
+        """That of the run of the save."""
+        return Line(
+            run=self.save_id.run,
+            epoch=self.epoch,
+            holder=self.holder,
+            era=self.era,
+            past=self.past,
+        )
 
 
 class FilePack:
@@ -256,11 +268,8 @@ def contents_of(
     save_id: SaveId,
     item: str,
     *,
-    epoch: int,
-    era: int,
-    goes_on: SaveId | None,
+    line: Line,
     root: str,
-    holder: str,
     part: int = 0,
     parts: int = 1,
 ) -> Contents:
@@ -273,11 +282,8 @@ def contents_of(
       step_dir: the step, or what one process has of it.
       save_id: which save it is.
       item: name of our item.
-      epoch: as in ``Contents``.
-      era: as in ``Contents``.
-      goes_on: as in ``Contents``.
+      line: of the run of the save.
       root: as in ``Contents``.
-      holder: as in ``Contents``.
       part: as in ``Contents``.
       parts: as in ``Contents``.
 
@@ -296,11 +302,11 @@ def contents_of(
         found[name] = digest[:3]
     return Contents(
         save_id=save_id,
-        epoch=epoch,
-        era=era,
-        goes_on=goes_on,
+        epoch=line.epoch,
+        era=line.era,
+        past=line.past,
         root=root,
-        holder=holder,
+        holder=line.holder,
         part=part,
         parts=parts,
         files=found,

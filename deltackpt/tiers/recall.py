@@ -20,12 +20,13 @@ from typing import NamedTuple
 from deltackpt import events
 from deltackpt.errors import OptionError, RestoreError, StorageError
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger import entries
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.storage import files
 from deltackpt.tiers import packing
 from deltackpt.tiers.packing import Contents, Holder, Label, PackName
-from deltackpt.tiers.stage import Orders, Stage
+from deltackpt.tiers.stage import Line, Orders, Stage
 
 _logger = logging.getLogger(__name__)
 
@@ -49,6 +50,20 @@ class Verdict(NamedTuple):
     orphans: tuple[tuple[Contents, str], ...]
 
 
+class Recalled(NamedTuple):
+    """What came back.
+
+    Attributes:
+      where: the holder that each save came from.
+      lines: of their runs.
+      left: saves at the root that training had gone back behind before what came back was made.
+    """
+
+    where: dict[SaveId, str]
+    lines: tuple[Line, ...]
+    left: tuple[SaveId, ...]
+
+
 def recall(
     stage: Stage,
     local: Root,
@@ -60,7 +75,7 @@ def recall(
     part: int = 0,
     parts: int = 1,
     fsync: bool = True,
-) -> dict[SaveId, str]:
+) -> Recalled:
     """Unpacks into the stage what counts of what is held near it, and is not at the root.
 
     What does not count is unpacked aside, with a warning, and held no more.
@@ -76,20 +91,15 @@ def recall(
       parts: of how many.
       fsync: whether what is unpacked survives a power cut in the stage.
 
-    Returns:
-      Where each save that came back was held.
-
     Raises:
       OptionError: a holder is another root's.
     """
-    here = {step: info for step, info in local.saves().items() if info is not None}
-    known = {info.save_id for info in here.values()}
+    infos = local.saves()
+    here = {info.save_id for info in infos.values() if info is not None}
     offers = offered(holders, part)
     read: dict[PackName, Contents] = {}
     for name, offer in offers:
-        if name in read or name.save_id in known or state.held(name.save_id):
-            continue
-        contents = _contents(offer)
+        contents = None if name in read else _contents(offer)
         if contents is not None and contents.root != root:
             raise OptionError(
                 f"Tiers.{offer.holder.name}: expected those of {root}, found that they hold saves "
@@ -97,12 +107,16 @@ def recall(
             )
         if contents is not None and contents.parts == parts:
             read[name] = contents
-    verdict = judge([*read.values()], state, orders)
+    lines = (*(one.line for one in read.values()), *(orders.lines if orders is not None else ()))
+    away = [one for one in read.values() if one.save_id not in here and not state.held(one.save_id)]
+    verdict = judge(away, state, lines)
     where: dict[SaveId, str] = {}
     for contents in verdict.counting:
         step = contents.save_id.step
-        if step in here or contents.save_id in where:
+        if infos.get(step) is not None or contents.save_id in where:
             continue
+        if step in infos:  # Nobody can tell which save it was.
+            local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
         holder = bring(local, contents.save_id, offers, fsync=fsync)
         if holder is not None:
             where[contents.save_id] = holder
@@ -110,7 +124,10 @@ def recall(
         found = ", ".join(f"{one.step} ({holder})" for one, holder in where.items())
         _logger.info("%s: brought back steps %s", stage.path, found)
     _set_aside(stage, verdict.orphans, offers)
-    return where
+    back = [one for one in verdict.counting if one.save_id in where]
+    return Recalled(
+        where, tuple({one.line.run: one.line for one in back}.values()), left(back, state, lines)
+    )
 
 
 def offered(holders: Iterable[Holder], part: int) -> list[tuple[PackName, Offer]]:
@@ -147,43 +164,49 @@ def bring(
     return None
 
 
-def judge(packs: Sequence[Contents], state: State, orders: Orders | None) -> Verdict:
+def judge(packs: Sequence[Contents], state: State, lines: Sequence[Line]) -> Verdict:
     """Which packs count; pure.
 
-    One is orphaned where it is of another root that stood under the URL; and where training went
-    on at a later moment (of a claim, or of an era of one) from a save that does not come after it.
+    One is orphaned where it is of another root that stood under the URL; and where a run that began
+    at a later moment, or a trainer that took the root since, does not come after it.
 
     Args:
       packs: of saves that are neither in the stage nor were ever at the root.
       state: of the root.
-      orders: of the trainer before, where its stage is still there.
+      lines: of all runs that are known, those of the packs among them.
     """
-    moments = {(claim.lease.epoch, 0): claim.goes_on for claim in state.entry.claims if claim.began}
-    moments |= {one.name.moment: one.goes_on for one in packs}
-    if orders is not None and orders.began:
-        moments[orders.moment] = orders.era_from
-    made_at = {one.save_id: one.name.moment for one in packs}
+    by_run = {line.run: line for line in lines}
+    began = [claim for claim in state.entry.claims if claim.began]
 
-    def is_before(one: Contents, later: SaveId | None) -> bool:
-        """Whether a save is one that a later one goes back to, or that one itself."""
-        passed: set[SaveId] = set()
-        while later is not None and later not in passed:
-            if later.run == one.save_id.run:
-                return one.save_id.attempt <= later.attempt
-            passed.add(later)
-            moment = made_at.get(later, (0, 0))
-            if moment <= one.name.moment:
-                return moment == one.name.moment and one.save_id.step <= later.step
-            later = moments.get(moment)
-        return False
+    def goes_on_after(goes_on: SaveId | None, run: str, attempt: int) -> bool:
+        """Whether a trainer that goes on from a save comes after an attempt of a run."""
+        if goes_on is None:
+            return False
+        if goes_on.run == run:
+            return attempt <= goes_on.attempt
+        line = by_run.get(goes_on.run)
+        return line is not None and attempt <= line.past.get(run, -1)
 
+    def why_not(moment: tuple[int, int], run: str, attempt: int) -> str | None:
+        for line in standing:
+            if line.moment > moment and attempt > line.past.get(run, -1):
+                return f"training went on without it (epoch {line.epoch}, era {line.era})"
+        for claim in began:
+            if claim.lease.epoch > moment[0] and not goes_on_after(claim.goes_on, run, attempt):
+                return f"training went on without it (epoch {claim.lease.epoch})"
+        return None
+
+    #: Lines that later ones came after, with any of their saves: others say nothing any more.
+    standing: list[Line] = []
+    for line in sorted(lines, key=lambda line: line.moment, reverse=True):
+        is_known = _other_root(line.epoch, line.holder, state) is None
+        if is_known and why_not(line.moment, line.run, 0) is None:
+            standing.append(line)
     counting: list[Contents] = []
     orphans: list[tuple[Contents, str]] = []
     for one in packs:
-        why = _other_root(one, state)
-        for moment, goes_on in moments.items():
-            if moment > one.name.moment and not is_before(one, goes_on):
-                why = why or f"training went on without it (epoch {moment[0]}, era {moment[1]})"
+        why = _other_root(one.epoch, one.holder, state)
+        why = why or why_not(one.line.moment, one.save_id.run, one.save_id.attempt)
         if why is None:
             counting.append(one)
         else:
@@ -191,11 +214,41 @@ def judge(packs: Sequence[Contents], state: State, orders: Orders | None) -> Ver
     return Verdict(tuple(sorted(counting, key=lambda one: one.save_id.step)), tuple(orphans))
 
 
-def _other_root(one: Contents, state: State) -> str | None:
+def left(back: Sequence[Contents], state: State, lines: Sequence[Line]) -> tuple[SaveId, ...]:
+    """Saves at the root that training went back behind, which never came to be done there; pure.
+
+    Args:
+      back: what came back from near the stage.
+      state: of the root.
+      lines: of all runs that are known.
+    """
+    if not back:
+        return ()
+    newest = max(back, key=lambda one: (one.line.moment, one.save_id.step))
+    by_run = {line.run: line for line in lines}
+
+    def is_on_line(save_id: SaveId) -> bool:
+        if save_id.run == newest.save_id.run:
+            return True
+        after = by_run.get(save_id.run)
+        return newest.line.has(save_id) or (after is not None and after.has(newest.save_id))
+
+    steps = [one for one in state.standings.values() if one.item is None]
+    kept = max((one.step for one in steps if is_on_line(one.save_id)), default=-1)
+    return tuple(
+        one.save_id
+        for one in steps
+        if one.step > kept
+        and not is_on_line(one.save_id)
+        and (entries.prefix_epoch(one.prefix) or 0) <= newest.epoch
+    )
+
+
+def _other_root(epoch: int, holder: str, state: State) -> str | None:
     claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
-    if not claimed or one.epoch < min(claimed):
+    if not claimed or epoch < min(claimed):
         return "so many trainers came since that the root does not remember its own"
-    if claimed.get(one.epoch) != one.holder:
+    if claimed.get(epoch) != holder:
         return "another root stands under the URL now"
     return None
 

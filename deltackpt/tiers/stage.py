@@ -36,12 +36,46 @@ from deltackpt.storage import files
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
 _PUSHED = "deltackpt.stage.pushed"
+#: Earlier runs that a line names.
+_MOST_RUNS = 256
 #: Promotions that the progress tells of.
 MOST_RECENT = 256
 _NAMES = {
     *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
     *("progress.msgpack", "entry.msgpack", "neighbours.msgpack", "pushed.msgpack"),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """What the saves of a run come after.
+
+    Attributes:
+      run: the run.
+      epoch: of the claim under which it began.
+      holder: of that claim.
+      era: how often training had gone back by then under it.
+      past: the greatest attempt of each earlier run that it comes after; of the newest runs.
+    """
+
+    run: str
+    epoch: int
+    holder: str
+    era: int
+    past: dict[str, int]
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """When it began: moments of greater epochs, then eras, are later."""
+        return self.epoch, self.era
+
+    def has(self, save_id: SaveId) -> bool:
+        """Whether a save of an earlier run is one that the saves of the run come after."""
+        return save_id.attempt <= self.past.get(save_id.run, -1)
+
+    def followed(self, save_id: SaveId) -> dict[str, int]:
+        """The past of a run that goes on from a save of this one."""
+        return dict([*self.past.items(), (save_id.run, save_id.attempt)][-_MOST_RUNS:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +135,7 @@ class Orders:
       began: whether training has begun under it.
       goes_on: what it went on from.
       era: how often training has gone back since under the claim.
-      era_from: what it went on from then; ``goes_on`` where it never went back.
+      lines: of the runs whose saves are in the stage.
       rolled_back: in this order, before any save that is in the stage is brought to the root.
       retired: each once the save that it says is at the root.
       bytes_per_sec: the most that is sent.
@@ -120,7 +154,7 @@ class Orders:
     began: bool = False
     goes_on: SaveId | None = None
     era: int = 0
-    era_from: SaveId | None = None
+    lines: tuple[Line, ...] = ()
     rolled_back: tuple[RollBack, ...] = ()
     retired: tuple[Retired, ...] = ()
     bytes_per_sec: float | None = None
@@ -133,10 +167,9 @@ class Orders:
         """Whether the stage holds a part of each save."""
         return self.processes > 1
 
-    @property
-    def moment(self) -> tuple[int, int]:
-        """As in ``packing.PackName``, of what is packed under them."""
-        return self.epoch, self.era
+    def line(self, run: str) -> Line | None:
+        """That of a run; None where none is known."""
+        return next((one for one in self.lines if one.run == run), None)
 
     def without(self, lost: Collection[SaveId]) -> Orders:
         """As if what waits to be retired until one of some saves comes, which are lost, stayed."""

@@ -49,6 +49,7 @@ from deltackpt.tiers.layers import Hidden, Layers, Seen
 from deltackpt.tiers.near import Near
 from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import (
+    Line,
     Orders,
     Retired,
     RollBack,
@@ -308,11 +309,31 @@ class StagedRoot(Held):
         if ask and isinstance(self._journal, Journal):
             self._journal.check()
 
-    def begin(self, goes_on: SaveId | None) -> None:
+    def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``."""
         with self._ordering:
-            if not self._orders.began:
-                self._order(began=True, goes_on=goes_on, era_from=goes_on)
+            orders = self._orders
+            if not orders.began:
+                self._order(began=True, goes_on=goes_on)
+            if orders.line(run) is None:
+                self._order(lines=self._lines(goes_on, run))
+
+    def _lines(self, goes_on: SaveId | None, run: str) -> tuple[Line, ...]:
+        """The lines of the runs in the stage, and that of a run that begins."""
+        past: dict[str, int] = {}
+        if goes_on is not None:
+            before = self._orders.line(goes_on.run)
+            past = {goes_on.run: goes_on.attempt} if before is None else before.followed(goes_on)
+        here = {info.save_id.run for info in self._local.saves().values() if info is not None}
+        kept = [one for one in self._orders.lines if one.run in here]
+        begun = Line(
+            run=run,
+            epoch=self._orders.epoch,
+            holder=self._orders.holder,
+            era=self._orders.era,
+            past=past,
+        )
+        return (*kept, begun)
 
     # ---- what becomes of what is committed
 
@@ -333,8 +354,7 @@ class StagedRoot(Held):
             if not later:
                 return moved
             # First the orders, which say to the next start that what is held near does not count.
-            era = {"era": self._orders.era + 1, "era_from": self._save_at(step)}
-            self._order(rolled_back=[one], gone=one.saves, **era)
+            self._order(rolled_back=[one], gone=one.saves, era=self._orders.era + 1)
             self._hide(_given_up(one, self.item))
             self._near.forget(one.saves)
         if at_root := sorted(later.keys() - {*moved}):
@@ -342,10 +362,6 @@ class StagedRoot(Held):
                 f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
             )
         return sorted({*later, *moved})
-
-    def _save_at(self, step: int) -> SaveId | None:
-        info = self.saves().get(step)
-        return None if info is None else info.save_id
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """See ``Held``."""

@@ -39,7 +39,7 @@ class StagedBeside(StagedRoot):
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """See ``Held``: the first process does that."""
 
-    def begin(self, goes_on: SaveId | None) -> None:
+    def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``: the first process does that."""
 
     def _tidy(self) -> None:
@@ -61,9 +61,9 @@ class StagedApart(StagedBeside):
 
     tells = True
 
-    def begin(self, goes_on: SaveId | None) -> None:
+    def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``: noted for what is held near this stage."""
-        StagedRoot.begin(self, goes_on)
+        StagedRoot.begin(self, goes_on, run)
 
     def roll_back(self, step: int, run: str) -> list[int]:
         """See ``Held``: of the root the first process does that."""
@@ -71,7 +71,7 @@ class StagedApart(StagedBeside):
         moved = self._local.roll_back(step, run)
         gone = {info.save_id for one in moved if (info := infos.get(one)) is not None}
         if gone:
-            self._order(era=self._orders.era + 1, era_from=self._save_at(step))
+            self._order(era=self._orders.era + 1)
             self._near.forget(gone)
         return moved
 

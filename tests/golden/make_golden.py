@@ -34,6 +34,7 @@ from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import Label
+from deltackpt.tiers.stage import Line
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
@@ -242,11 +243,14 @@ def write_pack(directory: Path) -> None:
         directory / "files",
         SaveId("0123456789abcdef0123456789abcdef", 7, 2),
         "embeddings",
-        epoch=3,
-        era=1,
-        goes_on=SaveId("fedcba9876543210fedcba9876543210", 5, 9),
+        line=Line(
+            run="0123456789abcdef0123456789abcdef",
+            epoch=3,
+            holder="00112233445566778899aabbccddeeff",
+            era=1,
+            past={"fedcba9876543210fedcba9876543210": 9},
+        ),
         root="s3://bucket/run",
-        holder="00112233445566778899aabbccddeeff",
     )
     pack = packing.FilePack(directory / "files", contents)
     data = bytearray(pack.label.nbytes)
