@@ -240,7 +240,7 @@ def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
     found = []
     for number in range(options.repeats + 1):
         for name, way in ways.items():
-            settle(4 * nbytes(options.state, options.scale))
+            settle(2 * nbytes(options.state, options.scale))
             started = time.perf_counter()
             for _ in range(2):
                 state = train_step(state)
@@ -273,7 +273,7 @@ def gather(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
     for number in range(options.repeats + 1):
         for name, way in ways.items():
             state = jax.block_until_ready(update(state))
-            settle(4 * nbytes(options.state, options.scale))
+            settle(2 * nbytes(options.state, options.scale))
             started = time.perf_counter()
             way.save(number, state)
             way.wait()
