@@ -6,8 +6,10 @@ step: stock Orbax from one full save; deltackpt from storage, base and ten delta
 the memory of a service that follows the same directory. Two times are told: the *call* (opening
 the directory and restoring, until the arrays are on the device), which the bars compare, and the
 *whole* time from the kill: the end of the old process, start and imports of the new one, its
-connection to Ray where the service is used, and the call. The page cache is warm. Where the memory
-does not suffice for a size it is left out, and the report says so.
+connection to Ray where the service is used, and the call. The page cache is warm, then cold. What
+the service gives is mapped copy-on-write: what training waits for afterwards, since it did not wait
+in the restore, is told too, by its first steps and by a first one that changes every number. Where
+the memory does not suffice for a size it is left out, and the report says so.
 
 Then: how far the service lags behind commits while a trainer saves, what its following costs the
 trainer's steps, and how fast a chain is compacted, against a plain write of as many bytes.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -48,6 +51,8 @@ import state as states
 import ways
 from report import Report, Sample, arguments, secs, speed
 
+import deltackpt
+
 #: Sizes of state W: 1.04 GB as it is.
 SIZES = {"1": 1.0, "4": 3.85}
 #: Where a restore comes from: the names, and how far the service may be behind Orbax.
@@ -58,6 +63,10 @@ PLACES = {
     "orbax-tuned": ways.NAMES["orbax-tuned"],
 }
 BARS = {"orbax": 1 / 10, "orbax-tuned": 1 / 3}
+#: How far behind storage, at 1 GB and the page cache warm.
+STORAGE_BAR = 1 / 5
+#: First training steps after a restore.
+FIRST_STEPS = 5
 #: Saves of one block of training, steps after each, and distinct batches of those: as many lookups
 #: as 5 % of the rows, and less for those that hit a row twice.
 SAVES, STEPS, BATCHES = 8, 40, 20
@@ -129,6 +138,13 @@ def hold(way: str, root: Path, scale: float) -> None:
     del manager, state
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def change_all(state: Any) -> Any:
+    """Every number of the tables and slots changes, as by a dense optimizer."""
+    tables, accumulators = jax.tree.map(lambda leaf: leaf * 1.001, state[:2])
+    return state._replace(tables=tables, accumulators=accumulators)
+
+
 def succeed(way: str, root: Path, scale: float, address: str, *, digest: bool) -> None:
     """A trainer's successor: restores, and says when it had done what."""
     imported = time.monotonic()
@@ -137,20 +153,36 @@ def succeed(way: str, root: Path, scale: float, address: str, *, digest: bool) -
     connected = time.monotonic()
     template = states.template(scale)
     jax.block_until_ready(jnp.zeros(8) + 1)
+    batches = [states.lookups(template, number) for number in range(FIRST_STEPS)]
+    step = states.train.lower(template, batches[0]).compile()
+    whole = change_all.lower(template).compile()
     began = time.monotonic()
     manager = WAYS[way](root)
     restored = manager.restore(template)
     ended = time.monotonic()
     peak = once.status_bytes("VmHWM")
+    manager.close()
+    found = once.checksum(restored) if digest else None
+    if way in save_restore.THEIRS:
+        # They restore none, and every way is to train by the same program.
+        restored = restored._replace(touched=deltackpt.touched.init(restored.tables))
+    moments = [time.monotonic()]
+    for batch in batches:
+        restored, loss = step(restored, batch)
+        jax.block_until_ready(loss)
+    moments.append(time.monotonic())
+    jax.block_until_ready(whole(restored))
+    moments.append(time.monotonic())
     say(
+        steps=moments[1] - moments[0],
+        whole=moments[2] - moments[1],
         imported=imported,
         connected=connected,
         began=began,
         ended=ended,
         peak=peak,
-        digest=once.checksum(restored) if digest else None,
+        digest=found,
     )
-    manager.close()
 
 
 def train(root: Path, scale: float) -> None:
@@ -292,10 +324,16 @@ def measure_restores(
             for way in PLACES:
                 place = root / ("power" if way == "service" else way)
                 where = (way, str(place), f"--scale={scale}")
-                killed = outlived(where, 4 * built["nbytes"], place)
                 more = ["--digest"] if number == 0 else []
+                cold = asked_cold(place, "succeed", *where, f"--address={address}")
+                found["cold", way].append(cold["ended"] - cold["began"])
+                killed = outlived(where, 4 * built["nbytes"], place)
                 seen = asked("succeed", *where, f"--address={address}", *more)
                 equal = equal and seen["digest"] in (None, built["digest"])
+                for what in ("steps", "whole"):
+                    # The checksum has read everything.
+                    kept = cold if more else seen
+                    found[f"first {what}", way].append(kept[what])
                 found["whole", way].append(seen["ended"] - killed)
                 found["call", way].append(seen["ended"] - seen["began"])
                 found["start", way].append(seen["imported"] - killed)
@@ -305,6 +343,16 @@ def measure_restores(
                 told = f"{place}: {PLACES[way]}, call {secs(call)}, whole {secs(whole)}"
                 print(told, file=sys.stderr, flush=True)
     return found, built["nbytes"], equal
+
+
+def asked_cold(place: Path, *words: str) -> dict[str, Any]:
+    """As ``asked``; what the page cache has of a directory is dropped."""
+    for path in place.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return asked(*words)
 
 
 def outlived(where: tuple[str, ...], nbytes: int, place: Path) -> float:
@@ -491,7 +539,21 @@ def add_restores(report: Report, size: str, found: Figures) -> None:
             PLACES["power"],
             sample(what, "power"),
             secs,
+            bar=STORAGE_BAR if (what, size) == ("call", "1") else None,
         )
+    for what, title in (
+        ("cold", "restore call, page cache cold"),
+        ("first steps", f"then the first {FIRST_STEPS} steps"),
+        ("first whole", "then a step that changes everything"),
+    ):
+        for other in ("power", "orbax", "orbax-tuned"):
+            report.compare(
+                f"{size} GB, {title}, {PLACES['service']}",
+                sample(what, "service"),
+                PLACES[other],
+                sample(what, other),
+                secs,
+            )
     report.state(f"{size} GB, of it start and imports", sample("start", "service"), secs)
     report.state(f"{size} GB, of it ray.init and a first put", sample("connect", "service"), secs)
     report.section()
@@ -529,8 +591,9 @@ def run(options: argparse.Namespace, root: Path) -> None:
         sizes=(
             f"State W at 1 and {SIZES['4']} times its size (1.04 and 4.0 GB) times "
             f"{options.scale:g}, base + {save_restore.CHAIN} deltas of 5 % of the rows; "
-            f"{options.repeats} interleaved rounds, median (range); page cache warm; ray "
-            f"{importlib.metadata.version('ray')}, one node, store {_RAY_STORE_BYTES / 1e6:.0f} MB"
+            f"{options.repeats} interleaved rounds, median (range); page cache warm but where "
+            f"it says cold; ray {importlib.metadata.version('ray')}, one node, store "
+            f"{_RAY_STORE_BYTES / 1e6:.0f} MB"
         ),
     )
     report.note(ways.TUNED)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
     from deltackpt.options import (
+        Background,
         Copies,
         DeltaOptions,
         Erasure,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("errors", "fingerprint", "policy", "touched")
 _NAMES = {
+    "Background": "options",
     "BitWidthPolicy": "policy",
     "CheckpointManager": "manager",
     "CodecChoice": "policy",
@@ -73,6 +75,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "Background",
     "BitWidthPolicy",
     "CheckpointManager",
     "CodecChoice",

@@ -24,7 +24,7 @@ from deltackpt.format.figures import TableFigures as TableFigures
 from deltackpt.format.manifest import Kind
 
 #: What may fail.
-Operation = Literal["save", "restore", "skip", "promote"]
+Operation = Literal["save", "restore", "skip", "promote", "push"]
 
 _logger = logging.getLogger(__name__)
 #: Where the files of deltackpt lie.

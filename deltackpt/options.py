@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Literal
 
 from deltackpt.errors import OptionError
@@ -208,7 +209,7 @@ def _check_at_least_one(options: object, *attributes: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """What stands between the training and a root that is a bucket: ``s3://``, ``gs://``, ``az://``.
+    """What stands between the training and a root that is far: a bucket, or ``nodes://``.
 
     Saves are made in a directory of the node, the stage, and brought to the root in the background
     by a process of their own, the promoter, which ends what a killed trainer has left. An outage of
@@ -270,6 +271,44 @@ class Tiers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Background:
+    """What the background work of a manager may take, for hosts with cores or disks to spare.
+
+    Of a host whose cores all train none of it makes training faster: what training loses there are
+    the cycles that background work takes, wherever and however slowly it takes them.
+
+    Attributes:
+      cpus: where the threads that write, encode and force saves run, and the promoter: such as
+        those that input pipelines leave free. None for wherever the process may run.
+      bytes_per_sec: the most that saves write in the background, of each process; bytes that are
+        compressed later count as they are before. Not while ``save()`` itself waits for what is
+        written, as with ``base_snapshot="block"``. What goes to a bucket is bounded by
+        ``Tiers.bytes_per_sec``.
+      threads: how many threads write arrays, and how many encode them; two of each by default.
+    """
+
+    cpus: Collection[int] | None = None
+    bytes_per_sec: float | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cpus is not None:
+            if not self.cpus or not all(isinstance(cpu, int) and cpu >= 0 for cpu in self.cpus):
+                raise OptionError(
+                    "Background.cpus: expected numbers of CPUs, at least one, or None for all, "
+                    f"found {self.cpus!r}"
+                )
+            object.__setattr__(self, "cpus", frozenset(self.cpus))
+        if self.bytes_per_sec is not None and not self.bytes_per_sec > 0:
+            raise OptionError(
+                "Background.bytes_per_sec: expected a positive number of bytes per second, or None "
+                f"for no bound, found {self.bytes_per_sec!r}"
+            )
+        if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
+            raise OptionError(f"Background.threads: expected at least 1, found {self.threads!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
     """How a CheckpointManager works.
 
@@ -283,6 +322,7 @@ class ManagerOptions:
       timeouts: limits of all waits.
       tiers: how saves come to a root that is a bucket; None for the defaults of ``Tiers``, and for
         a root that is a directory, which needs none.
+      background: what the work in the background may take.
       access: ``"write"``: the manager saves and restores, and holds the directory's lease;
         ``"read"``: it restores only: no lease, no collection, no directory is made; ``"read
         alone"``: and of a job of several processes this one only uses it, where otherwise all
@@ -295,6 +335,7 @@ class ManagerOptions:
     decision: int | SaveDecisionPolicy | None = None
     timeouts: Timeouts = Timeouts()
     tiers: Tiers | None = None
+    background: Background = Background()
     access: Access = "write"
 
     def __post_init__(self) -> None:
@@ -302,6 +343,7 @@ class ManagerOptions:
             ("deltas", DeltaOptions),
             ("writes", WriteOptions),
             ("timeouts", Timeouts),
+            ("background", Background),
         ):
             if not isinstance(found := getattr(self, name), kind):
                 raise OptionError(
@@ -333,4 +375,5 @@ _EXAMPLES = {
     DeltaOptions: "DeltaOptions(bases='compacted')",
     WriteOptions: "WriteOptions(when_busy='skip')",
     Timeouts: "Timeouts(save_secs=600)",
+    Background: "Background(threads=1)",
 }

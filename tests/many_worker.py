@@ -42,7 +42,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.handlers import saving
 from deltackpt.ledger.directory import Root
-from deltackpt.options import Tiers, Timeouts
+from deltackpt.options import Extents, Tiers, Timeouts
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
 from deltackpt.save import exits, flight, rendezvous, snapshot
@@ -356,7 +356,7 @@ class Worker:
             options=manager_options(
                 policy=POLICIES[policy](**bounds or {}),
                 timeouts=Timeouts(processes_secs=processes_secs),
-                tiers=None if tiers is None else Tiers(**tiers),
+                tiers=None if tiers is None else _tiers(tiers),
                 **options,
             ),
         )
@@ -632,6 +632,11 @@ class Worker:
             "bytes_read": result.bytes_read,
             "skipped": [[step, _told(error)] for step, error in result.skipped],
         }
+
+
+def _tiers(given: dict[str, Any]) -> Tiers:
+    extents = given.get("extents")
+    return Tiers(**given | {"extents": None if extents is None else Extents(**extents)})
 
 
 def _marked(marks: touched.TouchState, ids: dict[str, np.ndarray]) -> touched.TouchState:

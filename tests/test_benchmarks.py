@@ -86,10 +86,16 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
         ("soak.py", ["--scale", "0.001", "--repeats", "1", "--saves", "8"]),
         ("step.py", ["--scale", "0.01", "--repeats", "1"]),
         ("scaling.py", ["--scale", "0.02", "--repeats", "1", "--processes", "1", "2"]),
+        ("cycles.py", ["--scale", "0.01", "--repeats", "1"]),
+        (
+            "interference.py",
+            ["--scale", "0.02", "--repeats", "1", "--steps", "8", "--every", "4", "--step-ms", "5"],
+        ),
         ("many.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("nodes.py", ["--scale", "0.02", "--repeats", "1"]),
         ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
+        ("service_memory.py", ["--scale", "0.01", "--sizes", "1"]),
         (
             "tiers.py",
             ["--scale", "0.01", "--repeats", "1", "--iterations", "2", "--processes", "1", "2"],

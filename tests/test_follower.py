@@ -943,3 +943,132 @@ def test_rows_are_read_from_a_pinned_state_alone(tmp_path):
                 one.read(pin + 1, region.group, region.field, first, last)
         with pytest.raises(ServiceUnavailable, match="expected it to hold"):
             one.pin(SaveId(holding.save.save_id.run, 2, 0), 0)
+
+
+# Readers that keep what they have mapped, and the files beside the tables.
+
+
+def kept(one: Follower) -> tuple[MemoryReader, np.ndarray]:
+    """The memory of a follower as a reader keeps it, and its bytes."""
+    pin, holding = one.pin(one.holding.save.save_id, 0)
+    view = MemoryReader(one.place)
+    assert view.sequence == holding.sequence
+    one.unpin(pin)
+    return view, view.array(0, (one.nbytes,), np.dtype("u1"))
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("force_base", [False, True])
+def test_what_a_reader_keeps_stays_and_the_next_state_is_made_in_a_copy(
+    tmp_path, monkeypatch, force_base, in_pieces
+):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        first, place = flat(in_state(trainer.state), one), one.place
+        view, rows = kept(one)
+        if in_pieces:
+            monkeypatch.setattr(follower_module, "_LEAST_STAGING_BYTES", 100)
+            monkeypatch.setattr(follower_module, "_STAGING_SHARE", 0.0)
+        trainer.train(200)
+        trainer.save(force_base=force_base)
+        assert one.advance()
+        assert one.place != place and view.sequence % 2 == 0
+        assert bytes(rows) == first
+        assert_holds(one, 2, in_state(trainer.state))
+        # What it writes is its own; nobody keeps the copy, which changes where it is.
+        rows[:] = 0
+        place = one.place
+        trainer.train(200)
+        trainer.save(force_base=force_base)
+        assert one.advance()
+        assert one.place == place
+        assert_holds(one, 3, in_state(trainer.state))
+
+
+def test_a_reader_that_is_gone_leaves_the_memory_to_its_owner(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        place, found = one.place, kept(one)
+        del found
+        trainer.train()
+        trainer.save()
+        assert one.advance() and one.place == place
+        assert_holds(one, 2, in_state(trainer.state))
+
+
+def test_without_memory_for_a_copy_the_state_stays_until_its_reader_goes(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        first, (view, rows) = trainer.state, kept(one)
+        trainer.train()
+        trainer.save()
+        with mock.patch.object(follower_module, "available_bytes", return_value=1 << 20):
+            with pytest.raises(TooLittleMemory):
+                one.advance()
+            assert_holds(one, 1, in_state(first))
+            assert view.sequence == one.holding.sequence
+            del view, rows
+            assert one.advance()
+        assert_holds(one, 2, in_state(trainer.state))
+
+
+def test_the_files_beside_the_tables_are_held_as_storage_has_them(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        for step in (1, 2):
+            trainer.train()
+            trainer.save()
+            if step == 1:
+                one = opened(tmp_path)
+            one.advance()
+            files = one.holding.files
+            found = {file.name: files.array(file).tobytes() for file in files.index}
+            root = tmp_path / str(step)
+            dense = [path for path in (root / "dense").rglob("*") if path.is_file()]
+            assert dense
+            for path in (*dense, root / "digests.step.msgpack"):
+                assert found[path.relative_to(root).as_posix()] == path.read_bytes()
+        pin, holding = one.pin(one.holding.save.save_id, 0)
+        name = next(name for name in found if name.startswith("dense/d/"))
+        assert one.read_file(pin, name, 3, 9).tobytes() == found[name][3:9]
+        with pytest.raises(ServiceUnavailable, match="the file dense/none, found none"):
+            one.read_file(pin, "dense/none", 0, 1)
+        one.unpin(pin)
+        with pytest.raises(ServiceUnavailable):
+            one.read_file(pin, name, 3, 9)
+
+
+def test_a_step_whose_dense_files_are_damaged_is_not_taken(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        first = trainer.state
+        trainer.train()
+        trainer.save()
+        [path] = [path for path in (tmp_path / "2" / "dense" / "d").iterdir()]
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        assert not one.advance()
+        assert "2/dense/d/" in one.health
+        assert_holds(one, 1, in_state(first))
+        assert one.holding.files is not None
+
+
+def test_files_that_do_not_fit_are_left_to_storage(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        size = sum(
+            part.nbytes for held in in_state(trainer.state).values() for part in held.values()
+        )
+        beside = follower_module._LEAST_STAGING_BYTES
+        one = opened(tmp_path, memory_bytes=beside + size + 1000)
+        assert one.advance()
+        assert_holds(one, 1, in_state(trainer.state))
+        assert one.holding.files is None

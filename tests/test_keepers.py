@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 
 import pytest
 
@@ -37,13 +38,26 @@ def read(held: Neighbours, pack: MemoryPack) -> bytes:
 
 
 def remove(cluster, found: Keepers, count: int) -> list[str]:
-    """Takes nodes away that are not this process's."""
+    """Takes nodes away that are not this process's, and waits until their keepers are gone."""
     gone = []
     for node in [*cluster.worker_nodes][:count]:
         gone.append(node.node_id)
         cluster.remove_node(node, allow_graceful=False)
     assert found.own not in gone
+    # A worker of Ray outlives its node's daemon by a moment.
+    for one in found.nodes:
+        if one.node in gone:
+            wait_until(lambda one=one: is_gone(one.address), "the keeper has ended")
     return gone
+
+
+def is_gone(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1.0).close()
+    except OSError:
+        return True
+    return False
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ SAVE = SaveId("ab12", 7, 3)
 
 def test_sums_are_joined_as_if_all_had_been_read():
     drawn = np.random.default_rng(0)
-    for first, second in ((0, 0), (1, 0), (0, 1), (5, 1000), (4097, 1 << 20), (1 << 20, 3)):
+    lengths = (0, 0), (1, 0), (0, 1), (5, 1000), (4097, 1 << 20), (1 << 20, 3), (9, crc.BLOCK_BYTES)
+    for first, second in lengths:
         one, two = (drawn.integers(0, 256, count, np.uint8).tobytes() for count in (first, second))
         whole = google_crc32c.value(one + two)
         assert crc.joined(google_crc32c.value(one), google_crc32c.value(two), second) == whole

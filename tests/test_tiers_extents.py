@@ -252,6 +252,51 @@ def test_a_refusal_of_the_extents_is_a_failed_save_and_loses_no_row(node, monkey
         assert same(one.held(), expected)
 
 
+def test_a_part_that_other_processes_do_not_have_is_held_no_more(node, monkeypatch):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        for step in range(2):
+            one.save(manager, step)
+        manager.wait()
+        found = staged(manager)
+        with pytest.warns(UserWarning, match="expected a part of steps"):
+            found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
+        assert {one.step for one in found._near.held()} == {0}
+    one.cut_power()
+    with one.manager() as manager:
+        assert manager.all_steps() == [0]
+
+
+def test_extents_that_refuse_to_let_go_fail_the_save_and_what_was_left_stays_left(
+    node, monkeypatch
+):
+    one = node()
+    without_promoter(monkeypatch)
+
+    def refuse(self, labels):
+        raise StorageError("extents: expected to write, found an input/output error")
+
+    with one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+        one.restore(manager, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr("deltackpt.tiers.extents.ExtentFile.drop", refuse)
+            with pytest.warns(UserWarning, match="rolled-back"), pytest.raises(StorageError):
+                one.save(manager, 1)
+        one.save(manager, 2)
+        manager.wait()
+        expected = one.held()
+    one.cut_power()
+    with pytest.warns(UserWarning, match="does not count, since training went on without it"):
+        manager = one.manager()
+    with manager:
+        assert manager.all_steps() == [0, 2]
+        one.restore(manager)
+        assert same(one.held(), expected)
+
+
 def test_bad_extents_are_refused_by_name():
     for wrong, match in (
         ({"nbytes": 5 << 20, "extent_bytes": 1 << 20}, "Extents.nbytes"),

@@ -199,6 +199,30 @@ def test_a_node_that_goes_takes_no_save_with_it(node, cluster, monkeypatch, how,
         assert other.root() == [0, 1, 2, 3, 4]
 
 
+def test_one_node_too_many_is_said_to_be_missing(node, cluster, monkeypatch):
+    cluster = cluster(5)
+    one, other = node(), node()
+    one.how = other.how = Erasure(2, 1)
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+    one.lose()
+    holding = [name for name, count in cluster.holding().items() if count]
+    for name in holding[:2]:
+        cluster.lose(name)
+    with root_out_of_reach(other, monkeypatch):
+        with (
+            pytest.warns(UserWarning, match=r"step 0 cannot be brought back.*2 of 3 are needed"),
+            pytest.raises(OptionError, match="expected 3 nodes beside one's own, found 2"),
+        ):
+            other.manager()
+        other.how = Copies()
+        with pytest.warns(UserWarning, match="step 0 cannot be brought back"):
+            manager = other.manager()
+        with manager:
+            assert manager.latest_step() is None
+
+
 def test_a_trainer_that_moves_to_its_neighbour_finds_what_that_one_has(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()

@@ -209,6 +209,24 @@ def test_a_node_that_is_gone_takes_its_parts_with_it_and_no_more(nodes):
     assert sorted(path.name for path in aside.iterdir()) == ["1", "2"]
 
 
+def test_nodes_that_lose_their_stages_have_their_parts_in_extents(nodes):
+    extents = {"directory": str(nodes.folder / "extents"), "nbytes": 8 << 20}
+    extents["extent_bytes"] = 128 << 10
+    with nodes.job() as job:
+        saves_that_wait(nodes, job, extents=extents)
+        nodes.kill(job)
+    for process in (0, 1):
+        shutil.rmtree(nodes.stage(process))
+    with nodes.job() as job:
+        assert nodes.open(job, extents=extents) == []
+        for answer in job.all("restore_latest", place=PLACE, like=2):
+            assert (answer["step"], answer["wrong"], answer["skipped"]) == (2, None, [])
+        assert saved(job, 3) == "delta"
+        assert nodes.at_root() == [0, 1, 2, 3]
+        job.close()
+    assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
+
+
 def test_a_job_of_another_number_of_processes_goes_on_from_the_root(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)

@@ -119,8 +119,10 @@ def _token(path: Path | None) -> str:
       OptionError: there is none, or others can read it.
     """
     if path is None:
-        found = os.environ.get(_TOKEN)
-        if not found:
+        from deltackpt.storage import buckets
+
+        found = buckets.nodes_token()
+        if found is None:
             raise OptionError(
                 f"--token-file: expected one, or {_TOKEN} in the environment, found neither; make "
                 "a token: python -c 'import secrets; print(secrets.token_urlsafe(32))'"

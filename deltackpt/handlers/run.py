@@ -17,6 +17,7 @@ from deltackpt.handlers.board import JobBoard
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions
+from deltackpt.resources.pace import Pace
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save.apart import Meetings
@@ -118,7 +119,11 @@ class Run:
             among=among,
             lineage=lineage,
             staging=Staging(options.writes.staging_bytes),
-            workers=Workers(),
+            workers=Workers(
+                cpus=options.background.cpus,
+                threads=options.background.threads,
+                pace=Pace(options.background.bytes_per_sec),
+            ),
             tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
             newest=newest,
             meetings=meetings,

@@ -166,7 +166,8 @@ class Saver:
             raise
         flight = self._hand_over(step, attempt, items, pending, arguments, started)
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
-            self._wait_released(pending, step)
+            with run.workers.pace.lifted():
+                self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)

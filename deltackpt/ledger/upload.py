@@ -11,13 +11,13 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 import google_crc32c
 
 from deltackpt.errors import Damaged
 from deltackpt.ledger.committed import COMMIT, SEGMENT_BYTES, segment_name
+from deltackpt.resources.pace import Pace
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests, Streamed
 from deltackpt.storage.store import Spot
@@ -41,26 +41,6 @@ class Uploaded:
     nbytes: int
     crc32c: int
     objects: int
-
-
-class Pace:
-    """A bound of bytes per second; thread-safe."""
-
-    def __init__(self, bytes_per_sec: float | None = None):
-        """None does not bound them."""
-        self._rate = bytes_per_sec
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int, stopped: threading.Event | None = None) -> None:
-        """Waits until so many bytes may go; an event cuts that short."""
-        if self._rate is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + nbytes / self._rate
-        (stopped or threading.Event()).wait(start - now)
 
 
 class InFlight:

@@ -8,12 +8,17 @@ wanted elsewhere.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from deltackpt.resources import priority
+from deltackpt.resources.pace import Pace
+
 _T = TypeVar("_T")
-_WRITERS, _ENCODERS = 2, 2
+#: That write, and that encode.
+_THREADS = 2
 #: Files that are forced to disk at once.
 FORCERS = 8
 
@@ -21,16 +26,34 @@ FORCERS = 8
 class Workers:
     """Pools of threads, each for work that waits for none of its own kind."""
 
-    def __init__(self) -> None:
-        """No thread runs yet."""
-        self._saver = ThreadPoolExecutor(1, "deltackpt-save")
-        self._writers = ThreadPoolExecutor(_WRITERS, "deltackpt-write")
-        #: Encode, and wait for nothing.
-        self.encoders: concurrent.futures.Executor = ThreadPoolExecutor(
-            _ENCODERS, "deltackpt-encode"
+    def __init__(
+        self,
+        *,
+        cpus: Collection[int] | None = None,
+        threads: int | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """No thread runs yet.
+
+        Args:
+          cpus: where all of them run; anywhere by default.
+          threads: how many write, and how many encode.
+          pace: of what they write; as fast as the disk takes it by default.
+
+        Raises:
+          OptionError: this process may not use one of the CPUs.
+        """
+        priority.check(cpus)
+        pool = functools.partial(
+            ThreadPoolExecutor, initializer=functools.partial(priority.pin, cpus)
         )
+        self.pace = pace or Pace()
+        self._saver = pool(1, "deltackpt-save")
+        self._writers = pool(threads or _THREADS, "deltackpt-write")
+        #: Encode, and wait for nothing.
+        self.encoders: concurrent.futures.Executor = pool(threads or _THREADS, "deltackpt-encode")
         #: Wait for the disk most of the time.
-        self.forcers: concurrent.futures.Executor = ThreadPoolExecutor(FORCERS, "deltackpt-force")
+        self.forcers: concurrent.futures.Executor = pool(FORCERS, "deltackpt-force")
 
     def save(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Runs the background half of a save; one at a time."""

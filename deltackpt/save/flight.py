@@ -204,7 +204,8 @@ class PendingSave:
     def write_alone(self, item_dir: Path) -> None:
         """Writes and forces this process's part where others commit the step: see ``write``."""
         others = of_this_process(item_dir.parent, self._processes_secs)
-        batch = FileBatch(item_dir, fsync=self._fsync, pool=self._workers.forcers)
+        workers = self._workers
+        batch = FileBatch(item_dir, fsync=self._fsync, pool=workers.forcers, pace=workers.pace)
         try:
             self.write(item_dir, batch, others)
             batch.force()

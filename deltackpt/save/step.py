@@ -101,7 +101,7 @@ def write(step: Step, workers: Workers) -> Committed:
     try:
         with files.typed_errors(temporary, "make a directory"):
             temporary.mkdir(exist_ok=True)
-        batch = FileBatch(temporary, fsync=step.fsync, pool=workers.forcers)
+        batch = FileBatch(temporary, fsync=step.fsync, pool=workers.forcers, pace=workers.pace)
         try:
             return _write(step, batch)
         finally:

@@ -243,11 +243,10 @@ class _Read:
                 self._copy(pin.memory, [copy for copy, place in whole if place is None])
                 pin.check()
                 # Last: another replica would not take back what came from this one.
-                mapped = [(copy, *place) for copy, place in whole if place is not None]
-                for copy, fields, box in mapped:
-                    fields[box] = _rows(pin.memory, copy)
-                if mapped:
-                    pin.memory.keep()
+                for copy, place in whole:
+                    if place is not None:
+                        fields, box = place
+                        fields[box] = _rows(pin.memory, copy)
             self.files = self.files or files
         finally:
             self._pins.end(pin)

@@ -410,7 +410,7 @@ class Follower:
                 yield publish
             finally:
                 if previous is not None and previous is not tables:
-                    # Only now: rows are compared with it, which is its reader's afterwards.
+                    # Only now: rows may still be compared with it.
                     previous.memory.close()
             tables.memory.end_write()
             self._holding = Holding(

@@ -21,13 +21,12 @@ import math
 import mmap
 import os
 import secrets
-import weakref
 from pathlib import Path
 
 import numpy as np
 
 from deltackpt.resources import memory
-from deltackpt.standby import handover, leases
+from deltackpt.standby import leases
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
@@ -140,11 +139,8 @@ class MemoryReader:
             mapping = mmap.mmap(
                 descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
-        except BaseException:
+        finally:
             os.close(descriptor)
-            raise
-        weakref.finalize(self, os.close, descriptor)
-        self._descriptor, self._mapping = descriptor, mapping
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._sequence = _sequence(np.frombuffer(header, np.uint8))
 
@@ -160,10 +156,6 @@ class MemoryReader:
         was told by ``hand_over`` before the memory was mapped.
         """
         return _part(self._bytes, offset, shape, dtype)
-
-    def keep(self) -> None:
-        """Says that arrays of it are kept, and will be written to; see ``standby.handover``."""
-        handover.watch(self._mapping, self._descriptor, _HEADER_BYTES)
 
 
 def _sequence(memory: np.ndarray) -> np.ndarray:

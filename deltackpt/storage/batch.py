@@ -27,9 +27,10 @@ import numpy as np
 
 from deltackpt.errors import StorageError
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
+from deltackpt.resources.pace import Pace
 from deltackpt.resources.workers import FORCERS
 from deltackpt.storage import aligned, digests, files
-from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
+from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c, joined
 from deltackpt.storage.digests import Digest
 
 #: What is written at once; a multiple of blocks and of every alignment that is used.
@@ -52,6 +53,7 @@ class FileBatch:
         fsync: bool,
         pool: concurrent.futures.Executor | None = None,
         descriptors: int | None = None,
+        pace: Pace | None = None,
     ):
         """Begins an empty one.
 
@@ -60,8 +62,11 @@ class FileBatch:
           fsync: whether ``force`` forces anything.
           pool: threads that force files; the calling one by default.
           descriptors: most files that stay open; a quarter of the process's limit by default.
+          pace: of what is written; as fast as the disk takes it by default.
         """
         self.top = top
+        #: Of what is written; whoever writes files to be adopted takes from it too.
+        self.pace = pace or Pace()
         #: Path below ``top`` to the digest of each file that was written so far.
         self.digests: dict[str, Digest] = {}
         self._fsync = fsync
@@ -108,6 +113,7 @@ class FileBatch:
             if whole:
                 self._write_whole(path, contents)
             elif len(data) < _DIRECT_BYTES:
+                self.pace.take(len(data))
                 with self._new(path) as descriptor:
                     aligned.write_all(descriptor, contents, 0)
             else:
@@ -291,6 +297,7 @@ class FileBatch:
             self._direct = False
             with self._new(path) as descriptor:
                 for start, piece in pieces.pieces(direct=False):
+                    self.pace.take(piece.nbytes)
                     aligned.write_all(descriptor, piece, start)
 
     def _write_directly(self, path: Path, pieces: _Pieces) -> bool:
@@ -300,6 +307,7 @@ class FileBatch:
                 if aligned.alignment(descriptor) > ALIGNMENT:
                     raise OSError(errno.EINVAL, "another alignment")
                 for start, piece in pieces.pieces(direct=True):
+                    self.pace.take(piece.nbytes)
                     aligned.write_aligned(descriptor, piece, start)
                 os.ftruncate(descriptor, pieces.nbytes)
         except OSError as error:
@@ -390,8 +398,12 @@ class _Chunk(_Pieces):
     def _sum(self, data: np.ndarray) -> None:
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
-            self._blocks.append(crc32c(block))
-            self.crc = crc32c(block, self.crc)
+            own = crc32c(block)
+            self._blocks.append(own)
+            if len(block) == BLOCK_BYTES:
+                self.crc = joined(self.crc, own, BLOCK_BYTES)
+            else:
+                self.crc = crc32c(block, self.crc)
 
     def sums(self) -> ChunkSums:
         return ChunkSums(self.crc, np.array(self._blocks, "<u4").tobytes())

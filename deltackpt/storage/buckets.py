@@ -74,7 +74,7 @@ class Place:
             )
             return Spot(store, "")
         if self.spec["driver"] == _NODES:
-            token = os.environ.get(_NODES_TOKEN)
+            token = nodes_token()
             if not token:
                 raise Refused(
                     f"{self.url}: expected the token of the nodes in {_NODES_TOKEN}, found none; "
@@ -85,6 +85,11 @@ class Place:
         # The store is the bucket's folder: its keys are what is below.
         store = KvStore({**self.spec, "path": folder}, self.url, deadline_secs=deadline_secs)
         return Spot(store, "")
+
+
+def nodes_token() -> str | None:
+    """The token of a store of nodes, where this process was given one."""
+    return os.environ.get(_NODES_TOKEN) or None
 
 
 def is_url(where: str | os.PathLike[str]) -> bool:

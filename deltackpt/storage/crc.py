@@ -44,21 +44,38 @@ def crc32c(data: np.ndarray, crc: int = 0) -> int:
     return crc
 
 
-def joined(first: int, second: int, second_bytes: int) -> int:
-    """CRC32C of some bytes and others behind them, of those of both: none of them is read.
+def joined(first: int, second: int, nbytes: int) -> int:
+    """CRC32C of two runs of bytes one after the other, from those of each: none of them is read.
 
     The sum of the first is carried over as many zeros as the others are long, which is a linear
-    map over GF(2) (M. Adler's ``crc32_combine``). Measured 15 us.
+    map over GF(2) (M. Adler's ``crc32_combine``). Measured 15 us, and 0.3 for a block.
 
     Args:
       first: of the bytes before.
-      second: of those behind them.
-      second_bytes: how many these are.
+      second: of the bytes behind.
+      nbytes: how many those behind are.
     """
-    for power, is_set in enumerate(reversed(f"{second_bytes:b}")):
+    if nbytes == BLOCK_BYTES:
+        low, lower, upper, high = _over_a_block()
+        shifted = low[first & 255] ^ lower[first >> 8 & 255]
+        return shifted ^ upper[first >> 16 & 255] ^ high[first >> 24] ^ second
+    return _carried(first, nbytes) ^ second
+
+
+def _carried(crc: int, nbytes: int) -> int:
+    """What a sum becomes over so many bytes that are zero."""
+    for power, is_set in enumerate(reversed(f"{nbytes:b}")):
         if is_set == "1":
-            first = _applied(_over_zeros(power), first)
-    return first ^ second
+            crc = _applied(_over_zeros(power), crc)
+    return crc
+
+
+@functools.cache
+def _over_a_block() -> tuple[list[int], ...]:
+    """The same for the bytes of a block, for each value of each byte of a sum."""
+    return tuple(
+        [_carried(value << 8 * byte, BLOCK_BYTES) for value in range(256)] for byte in range(4)
+    )
 
 
 @functools.cache

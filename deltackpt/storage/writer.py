@@ -175,6 +175,7 @@ class _Compressed:
         with _refusals(self._directory):
             if len(self._writes) == _WRITES_IN_FLIGHT:
                 self._writes.popleft().result()
+            self._batch.pace.take(rows.nbytes)
             write = self._store[start : start + len(rows)].write(rows)
             self._writes.append(write)
             write.copy.result()  # The caller may reuse the memory.

@@ -97,7 +97,7 @@ def copy(
     """Copies steps with all that restoring them needs; the copy restores from its new place.
 
     Args:
-      source: a directory, a URL (``file://``, ``s3://``, ``gs://``, ``az://``), or a kvstore
+      source: a directory, a URL (``s3://``, ``nodes://``, ...), or a kvstore
         spec of TensorStore as JSON.
       target: likewise.
       item: name of our item in the steps.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from deltackpt.errors import Damaged, FencedError, RestoreError
-from deltackpt.events import Event, FailureEvent, PromotionEvent
+from deltackpt.events import Event, FailureEvent, Operation, PromotionEvent
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.view import JournalView
@@ -142,7 +142,9 @@ class Lag:
             self._told_damaged.add(key)
             message = progress.damaged[key]
             found.append(self._failure("promote", Damaged.code, message, step_of(key), 0.0))
-        for operation, told in (("promote", progress), ("push", self.pushed)):
+        problems: list[tuple[Operation, Progress | Pushed]]
+        problems = [("promote", progress), ("push", self.pushed)]
+        for operation, told in problems:
             if told.problem is None:
                 self._told_problems.discard(operation)
             elif operation not in self._told_problems:
@@ -152,7 +154,7 @@ class Lag:
         return found
 
     def _failure(
-        self, operation: str, code: str, message: str, step: int | None, seconds: float
+        self, operation: Operation, code: str, message: str, step: int | None, seconds: float
     ) -> FailureEvent:
         return FailureEvent(
             step=step,

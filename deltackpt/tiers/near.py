@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from deltackpt.errors import OutOfSpace
+from deltackpt import events
+from deltackpt.errors import OutOfSpace, StorageError
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
@@ -111,7 +112,11 @@ class Near:
         self._stage.note_keepers(keepers.to_bytes())
 
     def recall(self, root: str, state: State, old: Orders | None) -> None:
-        """Brings back what counts; see ``recall.recall``."""
+        """Brings back what counts; see ``recall.recall``.
+
+        Raises:
+          OptionError: a holder is another root's; or there are too few neighbours for what comes.
+        """
         if self._holders:
             self._where |= recall.recall(
                 self._stage,
@@ -124,6 +129,22 @@ class Near:
                 parts=self._parts,
                 fsync=self._fsync,
             )
+
+        if self._keepers is not None and self._neighbours is not None:
+            self._warn_of_lost(self._neighbours, state)
+            self._keepers.require_nodes()  # Whoever is left was asked before.
+
+    def _warn_of_lost(self, neighbours: Neighbours, state: State) -> None:
+        """Says of each save that too few nodes are left to bring back what is missing."""
+        here = {info.save_id for info in self._local.saves().values() if info is not None}
+        for name, label in packing.newest_first(neighbours.incomplete()):
+            if name.part == self._part and name.save_id not in here:
+                if not state.held(name.save_id):
+                    try:
+                        with neighbours.reading(label):
+                            pass
+                    except StorageError as error:
+                        events.warn(f"step {name.step} cannot be brought back: {error}")
 
     def bring(self, wanted: Iterable[SaveId]) -> None:
         """Brings saves into the stage, as far as they are held near it: the root is farther."""

@@ -120,7 +120,15 @@ def open_root(
         stage.order(orders)
         limit = options.timeouts.save_secs
         held = StagedRoot(
-            stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            near,
+            processes=processes,
+            readable_secs=limit,
+            cpus=options.background.cpus,
         )
         opened.pop_all()
         return held
@@ -178,7 +186,15 @@ def _apart(
         stage.order(orders)
         limit = options.timeouts.save_secs
         held = StagedApart(
-            stage, local, journal, orders, tiers, near, processes=processes, readable_secs=limit
+            stage,
+            local,
+            journal,
+            orders,
+            tiers,
+            near,
+            processes=processes,
+            readable_secs=limit,
+            cpus=options.background.cpus,
         )
         opened.pop_all()
         return held
@@ -211,10 +227,7 @@ def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours |
 
     def find(earlier: Keepers | None) -> Keepers:
         discovery = importlib.import_module(_DISCOVERY)
-        found: Keepers = discovery.keepers(url, item, how, claim.lease.holder, earlier=earlier)
-        if earlier is None:
-            found.require_nodes()
-        return found
+        return discovery.keepers(url, item, how, claim.lease.holder, earlier=earlier)
 
     return find
 
@@ -231,7 +244,6 @@ def _near(
     """What is held near a stage.
 
     Raises:
-      OptionError: there are too few neighbours.
       ServiceError: they cannot be asked for.
     """
     shared = (options.tiers or Tiers()).shared

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from deltackpt.errors import InUse, StorageError
 from deltackpt.ledger import locks
-from deltackpt.resources import memory
+from deltackpt.resources import memory, priority
 from deltackpt.storage import files
 from deltackpt.tiers.promotion import Promoter, Trainer
 from deltackpt.tiers.pushing import Pusher
@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 _LOCK_SECS = 0.2
 _NICE = 10
 _MOST_LOG_BYTES = 1 << 20
+#: What a trainer writes: there is work; somebody waits for it.
+WAKE, HURRY = b".", b"!"
 
 
 class PipeTrainer:
@@ -41,6 +43,7 @@ class PipeTrainer:
         """Reads from a descriptor."""
         self._descriptor = descriptor
         self.is_gone = False
+        self.is_waiting = False
 
     def wait(self, secs: float) -> None:
         """See ``Trainer``."""
@@ -48,8 +51,9 @@ class PipeTrainer:
             time.sleep(secs)
             return
         readable, _, _ = select.select([self._descriptor], [], [], secs)
-        if readable and not os.read(self._descriptor, 1 << 16):
-            self.is_gone = True
+        if readable:
+            told = os.read(self._descriptor, 1 << 16)
+            self.is_gone, self.is_waiting = not told, told.endswith(HURRY)
 
 
 class NoTrainer:
@@ -58,6 +62,7 @@ class NoTrainer:
     def __init__(self, *, until_empty: bool):
         """One that is gone, or may come at any time."""
         self.is_gone = until_empty
+        self.is_waiting = True
 
     def wait(self, secs: float) -> None:
         """See ``Trainer``."""
@@ -136,7 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
     """The program that a manager starts; its standard input is the trainer's pipe."""
     parser = argparse.ArgumentParser(prog="deltackpt.tiers.promoter", description=__doc__)
     parser.add_argument("stage", type=Path)
-    stage = Stage(parser.parse_args(arguments).stage)
+    parser.add_argument("--cpus", type=int, nargs="+", help="where it runs")
+    options = parser.parse_args(arguments)
+    stage = Stage(options.stage)
+    priority.pin(options.cpus)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )

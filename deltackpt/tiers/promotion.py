@@ -33,11 +33,12 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.upload import Pace, Uploaded, describe, send, upload
+from deltackpt.ledger.upload import Uploaded, describe, send, upload
 from deltackpt.reading import inventory, saves
+from deltackpt.resources.pace import Pace
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Spot, Unanswered, spot
-from deltackpt.tiers import meeting
+from deltackpt.tiers import meeting, stagger
 from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
 
@@ -61,6 +62,11 @@ class Trainer(Protocol):
     @property
     def is_gone(self) -> bool:
         """Whether there will be no further orders or saves."""
+        ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody waits for the saves that there are."""
         ...
 
     def wait(self, secs: float) -> None:
@@ -103,6 +109,10 @@ class Promoter:
         #: When their parts were begun here; of ``time.perf_counter()``.
         self._began: dict[str, float] = {}
         self._patience = _OTHERS_SECS[0]
+        #: Whether parts are sent at once, as somebody waits for them.
+        self._is_hurried = True
+        #: Until the part of a save is to be begun here; None where none waits for its turn.
+        self._turn_secs: float | None = None
         #: What was sent of a save that is not whole at the root yet.
         self._upload: _Upload | None = None
         #: Whether something at the root may be in nobody's way any more.
@@ -123,6 +133,7 @@ class Promoter:
         failures = 0
         while True:
             try:
+                self._is_hurried = trainer.is_gone or trainer.is_waiting
                 has_more = self.step()
                 failures = 0
                 if has_more:
@@ -164,7 +175,7 @@ class Promoter:
                 del known[key]
         if not self._sent:
             self._patience = _OTHERS_SECS[0]
-            return _IDLE_SECS
+            return _IDLE_SECS if self._turn_secs is None else min(_IDLE_SECS, self._turn_secs)
         found, self._patience = self._patience, min(self._patience * 1.3, _OTHERS_SECS[1])
         return found
 
@@ -182,6 +193,7 @@ class Promoter:
         """
         # In this order: what is in the stage by now was made after it was ordered what comes first.
         found = self._saves()
+        self._turn_secs = None
         orders = self._load()
         if orders is None or not orders.holder:
             return False
@@ -403,6 +415,9 @@ class Promoter:
         prefix = journal.prefix(Unit(step), token_of(info.save_id))
         with_others = self._meetings.setdefault(key, Meeting(journal.root, prefix))
         if key not in self._sent:
+            self._turn_secs = self._until_turn(step, orders, found)
+            if self._turn_secs is not None:
+                return False
             self._began.setdefault(key, time.perf_counter())
             told = with_others.told().get(orders.process)
             if told is None:
@@ -435,6 +450,19 @@ class Promoter:
             with_others.tell(Told(process=0, problem=problem))
             self._cannot_come(step, info, orders, problem)
         return True
+
+    def _until_turn(
+        self, step: int, orders: Orders, found: Sequence[tuple[int, SaveInfo | None]]
+    ) -> float | None:
+        """Seconds until the part of a save is to be sent; None: now.
+
+        It is behind where a later save waits as well.
+        """
+        if self._is_hurried or step != found[-1][0]:
+            return None
+        made = sorted(_made_secs(spot(self._stage.steps) / str(number)) for number, _ in found)
+        secs = stagger.delay_secs(made, time.time(), orders.process, orders.processes)
+        return secs or None
 
     def _send_part(
         self, source: Spot, info: SaveInfo, orders: Orders, journal: Journal, prefix: str

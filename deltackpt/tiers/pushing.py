@@ -30,6 +30,8 @@ _logger = logging.getLogger(__name__)
 #: Between two looks at a stage: what the newest save waits before it is pushed.
 _POLL_SECS = 0.03
 _BACK_OFF_SECS = (0.1, 10.0)
+#: Between two questions what neighbours hold: a keeper may have lost all of it.
+_ASK_SECS = 10.0
 
 
 class Pusher:
@@ -46,6 +48,7 @@ class Pusher:
         self._open = open_neighbours
         self._neighbours: Neighbours | None = None
         self._stamp: object = None
+        self._asked_at = 0.0
         #: What they hold, all of it, or some.
         self._held: dict[SaveId, Label] = {}
         self._parts: set[Label] = set()
@@ -125,14 +128,20 @@ class Pusher:
                 self._neighbours.close()
                 self._neighbours = None
             self._neighbours = self._open(Keepers.from_bytes(data))
-            part = self._part()
-            named = packing.newest_first(self._neighbours.complete())
-            self._held = {name.save_id: label for name, label in named if name.part == part}
-            some = {*self._neighbours.labels(), *self._neighbours.incomplete()}
-            named = packing.newest_first(some)
-            self._parts = {label for name, label in named if name.part == part}
+            self._ask(self._neighbours)
             self._stamp = stamp
+        elif time.monotonic() - self._asked_at > _ASK_SECS:
+            self._ask(self._neighbours)
         return self._neighbours
+
+    def _ask(self, neighbours: Neighbours) -> None:
+        """Asks what the neighbours hold."""
+        part = self._part()
+        named = packing.newest_first(neighbours.complete())
+        self._held = {name.save_id: label for name, label in named if name.part == part}
+        named = packing.newest_first({*neighbours.labels(), *neighbours.incomplete()})
+        self._parts = {label for name, label in named if name.part == part}
+        self._asked_at = time.monotonic()
 
     def _part(self) -> int:
         orders = self._stage.orders()

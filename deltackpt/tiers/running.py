@@ -7,10 +7,12 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from deltackpt.errors import StorageError
 from deltackpt.storage import files
+from deltackpt.tiers import promoter
 from deltackpt.tiers.stage import Stage
 
 #: Between two starts of a promoter that ends by itself.
@@ -30,9 +32,10 @@ _left: list[subprocess.Popen[bytes]] = []
 class Running:
     """The promoter of a stage; used by one thread at a time."""
 
-    def __init__(self, stage: Stage):
-        """None runs yet."""
+    def __init__(self, stage: Stage, *, cpus: Collection[int] | None = None):
+        """None runs yet; ``cpus``: where it is to run, anywhere by default."""
         self._stage = stage
+        self._cpus = cpus
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         #: What is said of one that ended by itself; the newest.
@@ -59,6 +62,8 @@ class Running:
             )
         self.close()
         arguments = ["deltackpt.tiers.promoter", str(_PACKAGES), str(self._stage.path)]
+        if self._cpus is not None:
+            arguments += ["--cpus", *map(str, sorted(self._cpus))]
         with files.typed_errors(self._stage.log, "start a promoter that writes"):
             with open(self._stage.log, "ab") as log:
                 self._process = subprocess.Popen(
@@ -74,9 +79,16 @@ class Running:
 
     def wake(self) -> None:
         """There is something to do."""
+        self._tell(promoter.WAKE)
+
+    def hurry(self) -> None:
+        """Somebody waits for what is to be done; until the next ``wake``."""
+        self._tell(promoter.HURRY)
+
+    def _tell(self, word: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # It has ended; ``start`` says so.
-                self._process.stdin.write(b".")
+                self._process.stdin.write(word)
                 self._process.stdin.flush()
 
     def close(self) -> None:

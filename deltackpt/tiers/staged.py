@@ -74,6 +74,7 @@ class StagedRoot(Held):
         *,
         processes: int = 1,
         readable_secs: float = 0.0,
+        cpus: Collection[int] | None = None,
     ):
         """Made by ``opening.open_root``.
 
@@ -86,6 +87,7 @@ class StagedRoot(Held):
           near: what is held near the stage.
           processes: how many save together.
           readable_secs: the longest wait for a step that comes to the root.
+          cpus: where the promoter runs.
         """
         self._readable_secs = readable_secs
         self._stage = stage
@@ -103,7 +105,7 @@ class StagedRoot(Held):
             FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
         )
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
-        self._running = Running(stage)
+        self._running = Running(stage, cpus=cpus)
         self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step leaves the stage, and while one is taken to be read there.
         self._leaving = threading.Lock()
@@ -139,8 +141,10 @@ class StagedRoot(Held):
                 f"{self._stage.path}: expected a part of steps {lost} in the stage of each process "
                 f"of the job, found that some have none; what is here was moved to {aside}"
             )
+            gone = {infos[step].save_id for step in lost}
+            self._near.forget(gone)
             with self._ordering:
-                self._orders = self._orders.without({infos[step].save_id for step in lost})
+                self._orders = self._orders.without(gone)
                 self._order()
                 self._hidden = _gone(self._orders)
         if self._lag.behind():
@@ -155,6 +159,7 @@ class StagedRoot(Held):
             self._bring_near(step)
             return
         deadline = time.monotonic() + self._readable_secs
+        self._running.hurry()
         while (info := self._local.saves().get(step)) is not None:
             self._look()
             progress = self._lag.progress
@@ -327,10 +332,11 @@ class StagedRoot(Held):
             moved = self._local.roll_back(step, run)
             if not later:
                 return moved
-            self._near.forget(one.saves)
+            # First the orders, which say to the next start that what is held near does not count.
             era = {"era": self._orders.era + 1, "era_from": self._save_at(step)}
             self._order(rolled_back=[one], gone=one.saves, **era)
             self._hide(_given_up(one, self.item))
+            self._near.forget(one.saves)
         if at_root := sorted(later.keys() - {*moved}):
             events.warn(
                 f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
@@ -516,6 +522,8 @@ class StagedRoot(Held):
         if self._tiers.wait_for == "stage":
             return
         deadline = time.monotonic() + timeout_secs
+        if self._tiers.wait_for == "root":
+            self._running.hurry()
         while behind := self._lag.short_of(self._tiers.wait_for):
             self._lag.require_claim()
             self._start()

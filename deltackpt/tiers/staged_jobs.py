@@ -71,8 +71,8 @@ class StagedApart(StagedBeside):
         moved = self._local.roll_back(step, run)
         gone = {info.save_id for one in moved if (info := infos.get(one)) is not None}
         if gone:
-            self._near.forget(gone)
             self._order(era=self._orders.era + 1, era_from=self._save_at(step))
+            self._near.forget(gone)
         return moved
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:

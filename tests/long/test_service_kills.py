@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restore actors, nodes and the trainer are killed at random moments: never a wrong bit."""
+"""Restore actors, nodes and the trainer are killed at random moments: never a wrong bit.
+
+Neither in what is restored then, nor in what was restored before, which is memory of a member.
+"""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("ray.cluster_utils", reason="needs deltackpt[ray]", exc_type=ImportError)
@@ -70,7 +75,21 @@ def newest(root: Path) -> int:
 def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record):
     draw = random.Random(0)
     root, model = tmp_path / "root", Model()
-    template = model.at(0)
+    whole = model.at(0)
+    devices = np.array(jax.devices()[:2])
+    by_rows = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(devices, ("x",)), jax.sharding.PartitionSpec("x")
+    )
+    # Of each member what it holds is mapped so.
+    halves = jax.tree.map_with_path(
+        lambda path, leaf: (
+            leaf
+            if path[0].key == "bias"
+            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=by_rows)
+        ),
+        whole,
+    )
+    kept: collections.deque[Any] = collections.deque(maxlen=3)
     victims = [kind for kind, count in KILLS.items() for _ in range(count)]
     draw.shuffle(victims)
     sources: dict[str, collections.Counter[str]] = {
@@ -78,8 +97,11 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record
     }
 
     def compared(kind: str) -> Any:
-        found = ray_nodes.newest(reader, template)
+        found = ray_nodes.newest(reader, draw.choice([whole, halves]))
         assert_same(found.state, model.at(found.step))
+        kept.append(found)
+        for before in kept:
+            assert_same(before.state, model.at(before.step))
         assert ({*found.source} == {"service"}) == (found.service_error is None), (
             found.service_error
         )

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What background work may take, and when each of several promoters has its turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+import deltackpt
+from deltackpt.errors import OptionError
+from deltackpt.options import Background, ManagerOptions
+from deltackpt.resources.pace import Pace
+from deltackpt.resources.workers import Workers
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.crc import joined
+from deltackpt.tiers import promotion, running, stagger
+from deltackpt.tiers.promoter import HURRY, WAKE, PipeTrainer
+from deltackpt.tiers.stage import Orders, Stage
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def one_cpu() -> int:
+    """One of several CPUs that this process may use."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a machine of several CPUs is needed to see where a thread runs")
+    return cpus[-1]
+
+
+def threads_of(name: str) -> Iterator[int]:
+    return (
+        thread.native_id
+        for thread in threading.enumerate()
+        if thread.name.startswith(name) and thread.native_id is not None
+    )
+
+
+def cpus_of(task: Path) -> str:
+    (line,) = (
+        line
+        for line in (task / "status").read_text().splitlines()
+        if line.startswith("Cpus_allowed_list")
+    )
+    return line.split()[1]
+
+
+def test_bytes_go_no_sooner_than_the_pace_allows():
+    clock = Clock()
+    pace = Pace(1000.0, clock=clock)
+    assert pace.reserve(500) == 0.0
+    assert pace.reserve(1000) == pytest.approx(0.5)
+    assert pace.reserve(1) == pytest.approx(1.5)
+    clock.now += 1.0
+    assert pace.reserve(1) == pytest.approx(0.501)
+
+
+def test_a_pause_is_not_caught_up_with():
+    clock = Clock()
+    pace = Pace(1000.0, clock=clock)
+    pace.reserve(1000)
+    clock.now += 3600.0
+    assert pace.reserve(1000) == 0.0
+    assert pace.reserve(1000) == pytest.approx(1.0)
+
+
+def test_whoever_waits_for_the_pace_goes_on_when_it_is_lifted():
+    pace = Pace(1e-6)
+    pace.take(1)
+    waiting = threading.Thread(target=pace.take, args=(1,))
+    waiting.start()
+    with pace.lifted(), pace.lifted():
+        assert pace.reserve(1 << 40) == 0.0
+        waiting.join(60.0)
+        assert not waiting.is_alive()
+    assert pace.reserve(1) == 0.0
+    assert pace.reserve(1) > 0.0
+
+
+def test_every_byte_of_a_batch_is_taken_from_its_pace(tmp_path):
+    clock = Clock()
+    pace = Pace(1e12, clock=clock)
+    batch = FileBatch(tmp_path, fsync=False, pace=pace)
+    batch.write(tmp_path / "small", b"x" * 1000)
+    batch.write(tmp_path / "large", b"x" * (1 << 20))
+    batch.write_chunk(tmp_path / "chunk", np.ones(5 << 20, np.uint8))
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert pace.reserve(0) == pytest.approx(written / 1e12, rel=0.01)
+    batch.close()
+
+
+@hypothesis.given(
+    first=strategies.binary(max_size=300),
+    second=strategies.binary(max_size=300),
+)
+def test_a_joined_checksum_is_that_of_both(first, second):
+    expected = google_crc32c.value(first + second)
+    found = joined(google_crc32c.value(first), google_crc32c.value(second), len(second))
+    assert found == expected
+
+
+def test_the_threads_of_saves_run_on_the_cpus_that_are_given(tmp_path, one_cpu):
+    state = {"tables": {"a": jnp.ones((512, 16))}}
+    options = ManagerOptions(background=Background(cpus=[one_cpu], threads=1))
+    with deltackpt.CheckpointManager(
+        tmp_path / "run",
+        handlers={"embeddings": deltackpt.Tables(select="tables/*")},
+        options=options,
+    ) as manager:
+        manager.save(0, state, touched=deltackpt.touched.init(state["tables"]))
+        manager.wait()
+        found = {
+            name: [cpus_of(Path(f"/proc/self/task/{one}")) for one in threads_of(name)]
+            for name in ("deltackpt-save", "deltackpt-write", "deltackpt-force")
+        }
+    assert all(cpus and set(cpus) == {str(one_cpu)} for cpus in found.values()), found
+    assert cpus_of(Path(f"/proc/self/task/{threading.get_native_id()}")) != str(one_cpu)
+
+
+def test_as_many_threads_write_as_are_asked_for():
+    barrier, workers = threading.Barrier(5), Workers(threads=5)
+    try:
+        pending = [workers.write(barrier.wait, 60.0) for _ in range(5)]
+        assert sorted(one.result(60.0) for one in pending) == [0, 1, 2, 3, 4]
+    finally:
+        workers.close()
+
+
+def test_a_promoter_is_started_on_the_cpus_that_are_given(tmp_path, monkeypatch, one_cpu):
+    stage = Stage(tmp_path / "stage")
+    stage.path.mkdir()
+    told = tmp_path / "cpus"
+    program = (
+        "import sys, os; sys.path.append(sys.argv[2]); from deltackpt.tiers import promoter; "
+        "promoter.only_one = None\n"
+        "try: promoter.main(sys.argv[3:])\n"
+        f"except TypeError: open({str(told)!r}, 'w').write(str(os.sched_getaffinity(0)))"
+    )
+    monkeypatch.setattr(running, "_PROGRAM", program)
+    one = running.Running(stage, cpus=[one_cpu])
+    one.start()
+    process = one._process
+    assert isinstance(process, subprocess.Popen)
+    one.close()
+    assert process.wait(60.0) == 0
+    assert told.read_text() == str({one_cpu})
+
+
+def test_a_promoter_is_told_that_somebody_waits_until_there_is_more_to_do():
+    reading, writing = os.pipe()
+    try:
+        trainer = PipeTrainer(reading)
+        for words, waiting in ((WAKE, False), (WAKE + HURRY, True), (WAKE, False)):
+            os.write(writing, words)
+            trainer.wait(60.0)
+            assert trainer.is_waiting is waiting and not trainer.is_gone
+    finally:
+        os.close(writing)
+        trainer.wait(60.0)
+        os.close(reading)
+    assert trainer.is_gone
+
+
+def test_promoters_begin_at_their_shares_of_the_time_between_saves():
+    made = [0.0, 10.0, 30.0]
+    assert [stagger.delay_secs(made, 30.0, process, 4) for process in range(4)] == [0, 5, 10, 15]
+    assert stagger.delay_secs(made, 37.0, 3, 4) == pytest.approx(8.0)
+    assert stagger.delay_secs(made, 50.0, 3, 4) == 0.0
+
+
+def test_a_save_waits_no_longer_than_is_bearable_for_its_turn():
+    assert stagger.delay_secs([0.0, 86400.0], 86400.0, 1, 2) == stagger.MOST_SECS
+
+
+def test_a_first_save_and_one_of_the_future_wait_for_no_turn():
+    assert stagger.delay_secs([], 1.0, 1, 2) == 0.0
+    assert stagger.delay_secs([1.0], 1.0, 1, 2) == 0.0
+    assert stagger.delay_secs([0.0, 100.0], 50.0, 1, 2) == 0.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"cpus": []}, {"cpus": [-1]}, {"cpus": ["0"]}, {"bytes_per_sec": 0.0}, {"threads": 0}],
+)
+def test_options_of_background_work_are_checked_when_they_are_made(wrong):
+    (name,) = wrong
+    with pytest.raises(OptionError, match=f"Background.{name}"):
+        Background(**wrong)
+
+
+def test_cpus_that_the_process_may_not_use_are_refused():
+    with pytest.raises(OptionError, match="Background.cpus: .*may use"):
+        Workers(cpus=[1 << 20])
+
+
+def test_background_is_a_group_of_its_own():
+    with pytest.raises(OptionError, match="ManagerOptions.background"):
+        ManagerOptions(background=2)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_for(tmp_path):
+    stage = Stage(tmp_path / "stage")
+    now = time.time()
+    for step in (1, 2):
+        folder = stage.steps / str(step)
+        folder.mkdir(parents=True)
+        made = now - 1000.0 * (2 - step)
+        os.utime(folder, (made, made))
+    orders = Orders(
+        number=1, stage="a", url="s3://a/b", endpoint=None, item="e", process=1, processes=2
+    )
+    work, found = promotion.Promoter(stage, orders), [(1, None), (2, None)]
+    assert work._until_turn(2, orders, found) is None
+    work._is_hurried = False
+    assert work._until_turn(1, orders, found) is None
+    assert 0.0 < (work._until_turn(2, orders, found) or 0.0) <= stagger.MOST_SECS
+    first = dataclasses.replace(orders, process=0)
+    assert work._until_turn(2, first, found) is None

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs at neighbours that are real processes: killed in a push, full, lying, silent."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+from memory_pack import MemoryPack
+from node_processes import NodeProcess, node_process
+
+from deltackpt.errors import Damaged, OptionError, StorageError
+from deltackpt.storage.nodes import Node
+from deltackpt.tiers import fragments
+from deltackpt.tiers.fragments import Fragment
+from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+
+pytestmark = pytest.mark.processes
+
+TOKEN = "a-token-of-some-length"
+SEGMENT = fragments.SEGMENT_BYTES
+
+
+def keepers(nodes: dict[str, str], k: int, m: int, **options) -> Keepers:
+    found = tuple(KeeperNode(node=name, address=address) for name, address in nodes.items())
+    own = KeeperNode(node="own", address="127.0.0.1:1")
+    return Keepers(root="root", own="own", token=TOKEN, nodes=(own, *found), k=k, m=m, **options)
+
+
+@contextlib.contextmanager
+def processes(count: int, memory: str = "200MB") -> Iterator[dict[str, NodeProcess]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            f"n{i}": stack.enter_context(node_process(TOKEN, "--memory", memory))
+            for i in range(count)
+        }
+
+
+def addresses(nodes: dict[str, NodeProcess]) -> dict[str, str]:
+    return {name: one.address for name, one in nodes.items()}
+
+
+def read(held: Neighbours, pack: MemoryPack) -> bytes:
+    found = bytearray(pack.label.nbytes)
+    with held.reading(pack.label) as reader:
+        reader.read_into(0, memoryview(found))
+    return bytes(found)
+
+
+@contextlib.contextmanager
+def opened(found: Keepers) -> Iterator[Neighbours]:
+    held = Neighbours(found)
+    try:
+        yield held
+    finally:
+        held.close()
+
+
+class Killing(MemoryPack):
+    """Kills a process when its second segment is read: the first is with the nodes then."""
+
+    def __init__(self, key: str, nbytes: int, process):
+        super().__init__(key, nbytes)
+        self.process = process
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        if start == SEGMENT:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        super().read_into(start, out)
+
+
+@pytest.mark.parametrize(("k", "m"), [(1, 1), (2, 1)])
+def test_a_node_killed_in_a_push_is_replaced_and_the_pack_is_whole(k, m):
+    with processes(k + m + 1) as nodes, opened(keepers(addresses(nodes), k, m)) as held:
+        victim = nodes[held._in_order(MemoryPack("save", 1).label)[0]]
+        pack = Killing("save", 2 * SEGMENT + 12345, victim.process)
+        held.hold(pack)
+        # So many fragments of each segment are on nodes that live that m more may go.
+        [(coding, where)] = held._found(pack.label).items()
+        for segment in range(fragments.segments(coding.label.nbytes)):
+            assert len(fragments.placed_of(where[segment])) == k + m
+        assert read(held, pack) == pack.data
+
+
+def test_a_pack_of_which_a_node_was_killed_in_a_push_and_no_other_is_there_is_refused_by_name():
+    with processes(2) as nodes, opened(keepers(addresses(nodes), 1, 1)) as held:
+        victim = next(name for name in nodes)
+        pack = Killing("save", 2 * SEGMENT, nodes[victim].process)
+        with pytest.raises(StorageError, match=f"save: expected 2 other nodes.*{victim}: "):
+            held.hold(pack)
+
+
+def test_a_full_node_is_replaced_and_keeps_what_it_has():
+    with (
+        node_process(TOKEN, "--memory", "20MB") as small,
+        processes(2) as nodes,
+        opened(keepers({"small": small.address, **addresses(nodes)}, 1, 1)) as held,
+    ):
+        packs = [MemoryPack(f"save-{i}", 3 << 20) for i in range(12)]
+        for pack in packs:
+            held.hold(pack)
+        assert held.labels() == sorted(pack.label for pack in packs)
+        for pack in packs:
+            assert read(held, pack) == pack.data
+
+
+def lie(node: Node, key: str) -> None:
+    """Flips a bit of an object, under the same key."""
+    data = bytearray(node.get(key))
+    data[len(data) // 2] ^= 1
+    node.put(key, [data])
+
+
+def test_a_node_that_lies_is_passed_over_and_one_too_many_is_named():
+    with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
+        pack = MemoryPack("save", (1 << 20) + 7)
+        held.hold(pack)
+        clients = {name: Node(one.address, TOKEN) for name, one in nodes.items()}
+        keys = {name: client.keys("root")[0] for name, client in clients.items()}
+        by_number = {Fragment.of(key).number: name for name, key in keys.items()}
+        lie(clients[by_number[0]], keys[by_number[0]])
+        assert read(held, pack) == pack.data
+        lie(clients[by_number[2]], keys[by_number[2]])
+        with pytest.raises(StorageError, match="expected 2 fragments") as caught:
+            read(held, pack)
+        for number in (0, 2):
+            assert f"fragment {number} on {by_number[number]}: " in str(caught.value)
+        for client in clients.values():
+            client.close()
+
+
+def test_a_node_that_dies_while_a_pack_is_read_is_replaced_by_another():
+    with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
+        pack = MemoryPack("save", 3 * SEGMENT)
+        held.hold(pack)
+        out = bytearray(pack.label.nbytes)
+        with held.reading(pack.label) as reader:
+            reader.read_into(0, memoryview(out)[:100])
+            first = nodes[held._in_order(pack.label)[0]].process
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            reader.read_into(100, memoryview(out)[100:])
+        assert out == pack.data
+
+
+def test_a_node_that_says_nothing_is_waited_for_so_long_and_no_longer():
+    with socket.create_server(("127.0.0.1", 0)) as silent, processes(2) as nodes:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        found = keepers({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=0.5)
+        with opened(found) as held:
+            pack = MemoryPack("save", 1000)
+            held.hold(pack)
+            assert read(held, pack) == pack.data
+
+
+def test_what_lets_in_is_not_shown_and_comes_back_from_its_record():
+    found = keepers({"n0": "127.0.0.1:2"}, 2, 1)
+    assert TOKEN not in repr(found)
+    assert Keepers.from_bytes(found.to_bytes()) == found
+    damaged = bytearray(found.to_bytes())
+    damaged[-1] ^= 1
+    with pytest.raises(Damaged):
+        Keepers.from_bytes(bytes(damaged))
+
+
+def test_too_few_nodes_are_refused_at_the_start_with_how_many_are_needed():
+    with pytest.raises(OptionError, match=r"Erasure\(k=2, m=1\): expected 3 nodes.* found 2"):
+        keepers({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 2, 1).require_nodes()
+    keepers({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 1, 1).require_nodes()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["root/save/10.1/2.1.0.0", "root/save/10.1/0.1.0.0.1", "root/save/10.1/2.1.0.3.1",
+     "root/save/10.1/2.1.1.0.1", "root/save/0.1/2.1.0.0.1", "root/other"],
+)  # fmt: skip
+def test_keys_that_no_fragment_has_are_passed_over(key):
+    assert Fragment.of(key) is None

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that readers keep: what they see and write is theirs, whatever owners and others do."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
+
+HANG_SECS = 60.0
+NBYTES = (1 << 20) + 12345
+WORD = np.dtype("u8")
+#: Reads the address of some memory, maps it, and says so; ends with its input.
+READER = (
+    "import sys\n"
+    "from deltackpt.standby.memory import MemoryAddress, MemoryReader\n"
+    "machine, pid, descriptor, token = sys.stdin.readline().strip().split('|')\n"
+    "view = MemoryReader(MemoryAddress(machine, int(pid), int(descriptor), token))\n"
+    "print('mapped', flush=True)\n"
+    "sys.stdin.read()\n"
+)
+
+
+def handed(value: int = 1) -> SharedMemory:
+    """Memory that counts up from a value, and may be kept."""
+    one = SharedMemory(NBYTES)
+    one.begin_write()
+    words(one)[:] = numbers(value)
+    one.end_write()
+    one.hand_over()
+    return one
+
+
+def words(one: SharedMemory | MemoryReader) -> np.ndarray:
+    return one.array(0, (NBYTES // 8,), WORD)
+
+
+def numbers(value: int) -> np.ndarray:
+    return np.arange(value, value + NBYTES // 8, dtype=WORD)
+
+
+def reader_of(one: SharedMemory) -> subprocess.Popen[str]:
+    """Another process that keeps a mapping."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    place = one.place
+    told = (place.machine, str(place.pid), str(place.descriptor), place.token)
+    process.stdin.write("|".join(told) + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "mapped\n"
+    return process
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for process in found:
+        process.kill()
+        process.communicate(timeout=HANG_SECS)
+
+
+# The owner.
+
+
+def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes):
+    one = handed()
+    assert one.sequence == 2
+    view = MemoryReader(one.place)
+    assert view.sequence == 2
+    assert not one.begin_write()
+    assert (one.sequence, view.sequence) == (2, 2)
+    del view
+    processes.append(reader_of(one))
+    assert not one.begin_write()
+    # A reader that is killed keeps nothing.
+    processes[0].send_signal(signal.SIGKILL)
+    processes[0].wait(HANG_SECS)
+    assert one.begin_write()
+    assert one.sequence == 3
+    one.close()
+
+
+def test_who_maps_the_memory_after_the_owner_asked_sees_that_it_changes():
+    one = handed()
+    assert one.begin_write()
+    view = MemoryReader(one.place)
+    assert view.sequence == 3
+    one.close()
+
+
+def test_a_copy_goes_on_from_the_sequence_of_what_it_copies():
+    one, copy = handed(), SharedMemory(NBYTES)
+    view = MemoryReader(one.place)
+    assert not one.begin_write()
+    copy.copy_from(one)
+    assert copy.sequence == 3
+    copy.end_write()
+    assert (copy.sequence, view.sequence) == (4, 2)
+    assert (words(copy) == numbers(1)).all()
+    one.close()
+    copy.close()
+
+
+def test_the_owner_survives_readers_that_open_while_it_asks(processes):
+    """The kernel signals the holder of a lease; by default the signal would end it."""
+    code = READER.replace("sys.stdin.read()", "") + (
+        "for number in range(3000):\n"
+        "    del view\n"
+        "    view = MemoryReader(MemoryAddress(machine, int(pid), int(descriptor), token))\n"
+        "print('done', flush=True)\n"
+    )
+    one, answers = handed(), set[bool]()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    processes.append(process)
+    assert process.stdin is not None and process.stdout is not None
+    place = one.place
+    told = (place.machine, str(place.pid), str(place.descriptor), place.token)
+    process.stdin.write("|".join(told) + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "mapped\n"
+    done = threading.Thread(target=process.wait)
+    done.start()
+    while done.is_alive():
+        if may := one.begin_write():
+            one.end_write()
+        answers.add(may)
+    assert process.returncode == 0
+    assert False in answers
+    assert one.begin_write()
+    one.close()
+
+
+# The reader.
+
+
+def test_what_a_reader_writes_is_its_own():
+    one = handed()
+    views = [MemoryReader(one.place) for _ in range(2)]
+    words(views[0])[:] = 7
+    assert (words(views[1]) == numbers(1)).all()
+    assert (words(one) == numbers(1)).all()
+    one.close()
+
+
+def test_an_address_of_other_memory_is_refused():
+    one = handed()
+    place = one.place
+    with pytest.raises(OSError, match="other memory"):
+        MemoryReader(MemoryAddress(place.machine, place.pid, place.descriptor, "00"))
+    one.close()

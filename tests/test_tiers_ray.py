@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer with neighbours on a real Ray cluster: its stage is lost, and nodes with it."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("ray", reason="needs deltackpt[ray]")
+
+import ray_nodes
+import servers
+from ray_nodes import IGNORED, wait_until
+from test_tiers import same
+from test_tiers_neighbours import NeighbourNode, root_out_of_reach
+
+from deltackpt import Copies, Erasure
+from deltackpt.service import keepers
+
+pytestmark = [pytest.mark.processes, *IGNORED]
+
+ITEM = "embeddings"
+MEMORY = 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("how", "count", "lost"),
+    [(Copies(2, memory_bytes=MEMORY), 3, 1), (Erasure(2, 2, memory_bytes=MEMORY), 5, 2)],
+    ids=["copies", "erasure"],
+)
+def test_the_whole_step_comes_back_from_the_nodes_that_are_left(
+    tmp_path, monkeypatch, how, count, lost
+):
+    with contextlib.ExitStack() as stack:
+        s3 = stack.enter_context(servers.s3(tmp_path))
+        stack.enter_context(servers.environment_of(s3))
+        url = s3.bucket("of-a-cluster") + "/run"
+        one = NeighbourNode(url, s3.endpoint, tmp_path / "one")
+        other = NeighbourNode(url, s3.endpoint, tmp_path / "other")
+        cluster = stack.enter_context(ray_nodes.nodes(count))
+        one.how = how
+        with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+            for step in range(3):
+                one.save(manager, step, metrics={"loss": 1.0})
+            manager.wait()
+            assert one.root() == []
+        one.lose()
+        for node in [*cluster.worker_nodes][:lost]:
+            cluster.remove_node(node, allow_graceful=False)
+        # What is left is asked; for new saves there need not be enough.
+        other.how = Copies(1, memory_bytes=MEMORY)
+        with other.manager(wait_for="root") as manager:
+            found = other.restore(manager)
+            assert (found.step, found.source) == (2, ("neighbours",) * 3)
+            assert same(other.held(), one.held())
+            other.save(manager, 3)
+            manager.wait()
+        assert other.root() == [0, 1, 2, 3]
+
+
+def test_a_keeper_that_is_killed_is_let_in_and_filled_again(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        s3 = stack.enter_context(servers.s3(tmp_path))
+        stack.enter_context(servers.environment_of(s3))
+        stack.enter_context(ray_nodes.nodes(2))
+        url = s3.bucket("of-a-cluster") + "/run"
+        one = NeighbourNode(url, s3.endpoint, tmp_path / "one")
+        one.how = Copies(1, memory_bytes=MEMORY)
+        with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+            one.save(manager, 0)
+            manager.wait()
+            [holding] = [
+                state for state in keepers.states(url, ITEM).values() if state and state.fragments
+            ]
+            os.kill(holding.pid, signal.SIGKILL)
+            one.save(manager, 1)
+            manager.wait()
+
+            def filled() -> bool:
+                found = keepers.states(url, ITEM)[holding.node]
+                return found is not None and found.fragments == 2
+
+            wait_until(filled, "the keeper has both saves again")
