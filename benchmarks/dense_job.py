@@ -253,7 +253,8 @@ def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
             time.sleep(PAUSE_SECS)
             meet()
             state = train_step(state)
-            overhead = time.perf_counter() - started - without
+            # At least what noise is, to be divided by.
+            overhead = max(1e-3, time.perf_counter() - started - without)
             way.wait()
             if number:
                 found.append({"way": name, "blocked": blocked, "overhead": overhead})
