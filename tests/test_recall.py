@@ -79,6 +79,7 @@ class History:
         newest = self.claims[-1]
         if not newest.began:
             self.claims[-1] = dataclasses.replace(newest, began=True, goes_on=self.goes_on)
+            self.lines.setdefault((len(self.claims), 0), [*self.line])
         self.attempt += 1
         step = (self.line[-1].step if self.line else 0) + self.drawn.randint(1, 3)
         assert self.begun is not None

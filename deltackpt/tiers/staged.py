@@ -518,10 +518,17 @@ class StagedRoot(Held):
                 self._near.find_again()
 
     def _may_go(self, save_id: SaveId) -> bool:
-        """Whether extents need not hold a save: it is at the root, or left the stage on purpose."""
+        """Whether extents need not hold a save where another one needs the room.
+
+        It is at the root, can never come there, or left the stage on purpose.
+        """
         info = self._local.saves().get(save_id.step)
-        is_here = info is not None and info.save_id == save_id
-        return not is_here or self._lag.is_held(save_id)
+        if info is None or info.save_id != save_id:
+            return True
+        progress = self._lag.progress
+        return self._lag.is_held(save_id, progress) or (
+            key_of(save_id.step, save_id) in progress.damaged
+        )
 
     def _wait_for_root(self) -> None:
         self._lag.require_claim()
