@@ -390,12 +390,15 @@ def test_a_damaged_pack_takes_none_before_it_away(node, monkeypatch):
         assert one.restore(manager).step == 0
 
 
+@pytest.mark.parametrize("is_base", [False, True], ids=["delta", "base"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_was_left_and_still_is_at_the_root_does_not_count_after_a_power_cut(node, monkeypatch):
+def test_what_was_left_and_still_is_at_the_root_does_not_count_after_a_power_cut(
+    node, monkeypatch, is_base
+):
     one = node()
     with one.manager(wait_for="root") as manager:
         for step in range(4):
-            one.save(manager, step)
+            one.save(manager, step, force_base=is_base and step == 3)
         manager.wait()
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -436,26 +439,6 @@ def test_a_damaged_manifest_in_the_stage_is_read_from_the_extents(node, monkeypa
     with one.manager() as manager:
         assert one.restore(manager).step == 2
         assert same(one.held(), expected)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_base_that_was_left_at_the_root_does_not_count_after_a_power_cut(node, monkeypatch):
-    one = node()
-    with one.manager(wait_for="root") as manager:
-        for step in range(4):
-            one.save(manager, step, force_base=step == 3)
-        manager.wait()
-    with monkeypatch.context() as patch:
-        without_promoter(patch)
-        with one.manager() as manager:
-            one.restore(manager, 1)
-            one.save(manager, 2)
-            manager.wait()  # acknowledged, in the extents
-        expected = one.held()
-        one.cut_power()
-        with one.manager() as manager:
-            assert one.restore(manager).step == 2
-            assert same(one.held(), expected)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
