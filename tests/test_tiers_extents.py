@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import servers
-from test_tiers import Node, same, staged, without_promoter
+from test_tiers import Node, eventually, same, staged, without_promoter
 
 import deltackpt
 from deltackpt import Extents
@@ -609,3 +609,75 @@ def test_rollbacks_and_power_cuts_again_and_again(node, monkeypatch):
                 expected = one.held()
         if drawn.random() < 0.6:
             one.cut_power()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
+    one = node()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            for step in range(3):
+                one.save(manager, step)
+            manager.wait()
+    for path in (one.stage.steps / "0").rglob("*"):
+        if path.is_file() and path.stat().st_size > 4000:
+            data = bytearray(path.read_bytes())
+            data[100] ^= 1
+            path.write_bytes(data)
+    with one.manager() as manager:
+        eventually(lambda: len(staged(manager)._lag.progress.damaged) == 3, "it is told")
+        assert one.restore(manager).source[0] == "extents"  # Mended.
+        one.save(manager, 3)
+        manager.wait()
+        eventually(lambda: 3 in one.root() or len(staged(manager)._lag.progress.damaged) > 3, "x")
+    assert one.root() == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_was_left_with_a_chain_of_its_own_is_rolled_back_at_the_root(node, monkeypatch):
+    one = node()
+    with one.manager(wait_for="root") as manager:
+        for step in range(4):
+            one.save(manager, step, force_base=step >= 2)
+        manager.wait()
+    with monkeypatch.context() as patch:
+        without_promoter(patch)
+        with one.manager() as manager:
+            one.restore(manager, 1)
+            one.save(manager, 2)
+            one.save(manager, 3)
+            one.save(manager, 4)
+            manager.wait()
+        expected = one.held()
+        one.cut_power()
+    with one.manager(wait_for="root") as manager:
+        assert one.restore(manager).step == 4
+        assert same(one.held(), expected)
+        one.save(manager, 5)
+        manager.wait()
+        assert one.root() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("idle_starts", [0, 1])
+def test_extents_that_were_away_do_not_bring_back_what_training_left(
+    node, monkeypatch, idle_starts
+):
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step, force_base=step == 3)
+        manager.wait()
+    with one.manager(extents=None) as manager:  # The disk is away.
+        one.restore(manager, 1)
+        one.save(manager, 2)
+        manager.wait()  # acknowledged, in the stage, which is never lost
+    expected = one.held()
+    for _ in range(idle_starts):
+        with one.manager(extents=None) as manager:  # A start that saves nothing.
+            assert one.restore(manager).step == 2
+    with one.manager() as manager:  # The disk is back.
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)

@@ -95,16 +95,16 @@ class Keeper:
         """Lets in who shows a token of a claim.
 
         Args:
-          holder: of the claim.
+          holder: of the claim; that of a later one is greater.
           token: further ones of the same claim are let in, too; those of others not any more.
-          claims: whether the claim is the newest.
+          claims: whether the root was just taken by it.
 
         Returns:
           The address of the server; "" where another claim's tokens hold.
         """
         if self._holder == holder:
             self._tokens.admit(token)
-        elif claims or self._holder is None:
+        elif claims or self._holder is None or holder > self._holder:
             self._tokens.rotate(token)
             self._holder = holder
         else:

@@ -61,9 +61,7 @@ class Lag:
                 continue
             if step in at_root if info is None else self.is_held(info.save_id, progress):
                 continue
-            if key not in self._sizes:
-                self._sizes[key] = files.tree_bytes(self._local.path / str(step))
-            found[step] = self._sizes[key]
+            found[step] = self._bytes_of(step, key)
         return found
 
     def _is_unreadable(self, step: int, progress: Progress) -> bool:
@@ -82,15 +80,21 @@ class Lag:
         Args:
           tier: ``"root"`` or ``"neighbours"``.
         """
-        behind = self.behind()
-        if tier == "root" or not behind:
-            return behind
-        pushed, infos = {*self.pushed.saves}, self._local.saves()
-        return {
-            step: nbytes
-            for step, nbytes in behind.items()
-            if (info := infos.get(step)) is not None and key_of(step, info.save_id) not in pushed
-        }
+        if tier == "root":
+            return self.behind()
+        pushed, progress, found = self.pushed, self.progress, {}
+        there = {*pushed.saves, *pushed.damaged}
+        for step, info in self._local.saves().items():
+            key = key_of(step, info and info.save_id)
+            if info is None or key in there or self.is_held(info.save_id, progress):
+                continue
+            found[step] = self._bytes_of(step, key)
+        return found
+
+    def _bytes_of(self, step: int, key: str) -> int:
+        if key not in self._sizes:
+            self._sizes[key] = files.tree_bytes(self._local.path / str(step))
+        return self._sizes[key]
 
     def problem(self, tier: str) -> str | None:
         """Why saves do not come to a tier; None where nothing is known of it."""
@@ -110,9 +114,9 @@ class Lag:
         if (fenced := self.progress.fenced) is not None:
             raise FencedError(fenced)
 
-    def newly_damaged(self) -> str | None:
-        """Why a save cannot come to the root, each once."""
-        damaged = self.progress.damaged
+    def newly_damaged(self, tier: str) -> str | None:
+        """Why a save cannot come to a tier, each once."""
+        damaged = self.progress.damaged if tier == "root" else self.pushed.damaged
         for key in damaged.keys() - self._raised:
             self._raised.add(key)
             return damaged[key]

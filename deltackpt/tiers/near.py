@@ -19,6 +19,8 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
+from deltackpt.reading import saves
+from deltackpt.storage.store import Missing, spot
 from deltackpt.tiers import packing, recall
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.neighbours import Keepers, Neighbours
@@ -134,6 +136,11 @@ class Near:
 
         self._where |= found.where
         if self._keepers is not None and self._neighbours is not None:
+            if silent := self._neighbours.silent():
+                events.warn(
+                    f"neighbours: expected an answer of all nodes, found none of {silent}; what "
+                    "only they hold is left where it is, and training goes on without it"
+                )
             self._warn_of_lost(self._neighbours, state)
             self._keepers.require_nodes()  # Whoever is left was asked before.
         return found
@@ -201,7 +208,9 @@ class Near:
             return
         named = (PackName.of(label.key) for label in extents.labels())
         held = {name.save_id for name in named if name is not None}
-        known = (info for info in infos if info is not None)
+        known = [info for info in infos if info is not None]
+        if not known:
+            return
         *older, newest = sorted(known, key=lambda one: one.save_id.step)
         for info in (*(one for one in older if not may_go(one.save_id)), newest):
             if info.save_id in held:
@@ -259,7 +268,8 @@ def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePac
     """The pack of a save in a stage, under the orders that hold.
 
     Raises:
-      Missing: it left the stage.
+      Missing: it left the stage, or another save has its step.
+      Damaged: its manifest cannot be read.
       StorageError: it cannot be read.
     """
     step_dir = stage.steps / str(save_id.step)
@@ -272,6 +282,8 @@ def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePac
         part=orders.process if orders.apart else 0,
         parts=orders.processes if orders.apart else 1,
     )
+    if saves.read_info(spot(step_dir), item).save_id != save_id:
+        raise Missing(str(step_dir), "another save in its place")
     return FilePack(step_dir, contents)
 
 

@@ -20,11 +20,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 
-from deltackpt.errors import Damaged, OptionError, StorageError
+from deltackpt.errors import ClosedError, Damaged, OptionError, StorageError
 from deltackpt.format import manifest
 from deltackpt.storage import placement
 from deltackpt.storage.crc import crc32c
@@ -37,6 +38,8 @@ _MAGIC = "deltackpt.keepers"
 _THREADS = 8
 #: How long a node is passed over that did not answer, while there are others.
 _PASSED_OVER_SECS = 30.0
+#: How long what nodes said that they hold is read by, without asking again.
+_LISTED_SECS = 30.0
 _Result = TypeVar("_Result")
 
 
@@ -135,15 +138,21 @@ class Neighbours:
         self._failed: dict[str, tuple[float, str]] = {}
         #: What could not be deleted, by node.
         self._left: dict[str, set[Label]] = {}
+        #: What ``labels`` found last, and when.
+        self._listed: tuple[float, dict[fragments.Coding, fragments.Where]] = (0.0, {})
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-neighbours")
 
     def labels(self) -> list[Label]:
         """See ``Holder``: packs of which each segment has fragments enough on nodes that answer."""
-        found = {
-            one.label for one, where in self._found().items() if fragments.is_whole(one, where)
-        }
-        return sorted(found)
+        every = self._found()
+        self._listed = time.monotonic(), every
+        return sorted({one.label for one, where in every.items() if fragments.is_whole(one, where)})
+
+    def silent(self) -> str:
+        """Nodes that did not answer the last question, and what stood in the way; "" of none."""
+        with self._lock:
+            return "; ".join(f"{node} ({why})" for node, (_, why) in sorted(self._failed.items()))
 
     def complete(self) -> list[Label]:
         """Packs of which k + m other nodes have a fragment each: ``hold`` would send nothing."""
@@ -167,8 +176,14 @@ class Neighbours:
         Raises:
           StorageError: too few fragments are held; it names what is missing, and where.
         """
-        every = {one: where for one, where in self._found(label).items() if one.label == label}
+        since, listed = self._listed
+        if time.monotonic() - since > _LISTED_SECS:
+            listed = {}
+        every = {one: where for one, where in listed.items() if one.label == label}
         whole = [one for one in every if fragments.is_whole(one, every[one])]
+        if not whole:
+            every = {one: where for one, where in self._found(label).items() if one.label == label}
+            whole = [one for one in every if fragments.is_whole(one, every[one])]
         if not whole:
             raise self._too_few(label, every)
         # Fragments that are pieces of the pack themselves need no decoding: k = 1 first.
@@ -182,6 +197,7 @@ class Neighbours:
         still there, is not sent again.
 
         Raises:
+          Damaged: its bytes are not those of its label.
           StorageError: fewer nodes than that take it; it names the others and what they said.
         """
         label, mine = pack.label, fragments.Coding(pack.label, self._code.k, self._code.m)
@@ -190,11 +206,24 @@ class Neighbours:
         buffer = memoryview(
             bytearray(erasure.padded_bytes(mine.k, fragments.segment_bytes(label, 0)))
         )
-        pending = [*range(fragments.segments(label.nbytes))]
+        pending, total = [*range(fragments.segments(label.nbytes))], 0
+        is_first = True
         while pending:
             before = len(refused)
             for segment in pending:
-                self._hold_segment(pack, segment, buffer, where.get(segment, {}), refused)
+                padded = _read_segment(pack, segment, self._code.k, buffer)
+                if is_first:
+                    total = _crc([padded[: fragments.segment_bytes(label, segment)]], total)
+                self._hold_segment(label, segment, padded, where.get(segment, {}), refused)
+            if is_first and total != label.crc32c:
+                self.drop([label])
+                raise Damaged(
+                    label.key,
+                    f"a pack of crc32c {label.crc32c:08x}",
+                    f"{total:08x}",
+                    "its files were altered while they were read, or since they were written",
+                )
+            is_first = False
             if len(refused) == before:
                 return
             # What stood on a node that died in the middle stands nowhere.
@@ -251,7 +280,7 @@ class Neighbours:
 
     def _asked(self, ask: Callable[[str], _Result], nodes: Iterable[str]) -> dict[str, _Result]:
         """What nodes answer, all at a time; those that fail are not in it."""
-        asked = {node: self._pool.submit(ask, node) for node in nodes}
+        asked = {node: self._submit(ask, node) for node in nodes}
         found = {}
         for node, future in asked.items():
             try:
@@ -262,6 +291,15 @@ class Neighbours:
                 with self._lock:
                     self._failed.pop(node, None)
         return found
+
+    def _submit(self, work: Callable[..., _Result], *given: Any) -> Future[_Result]:
+        try:
+            return self._pool.submit(work, *given)
+        except RuntimeError as error:
+            raise ClosedError(
+                "neighbours: expected them open, found them closed, since others were found; ask "
+                "again"
+            ) from error
 
     def _note_failed(self, node: str, error: Exception) -> None:
         with self._lock:
@@ -282,18 +320,18 @@ class Neighbours:
 
     def _hold_segment(
         self,
-        pack: Pack,
+        label: Label,
         segment: int,
-        buffer: memoryview,
+        padded: memoryview,
         there: Mapping[fragments.Fragment, list[str]],
         refused: dict[str, str],
     ) -> None:
         """Sends the fragments of a segment that are not there, each to a node of its own.
 
         Args:
-          pack: what is held.
+          label: of what is held.
           segment: of it.
-          buffer: for it.
+          padded: its bytes.
           there: fragments of it that nodes have.
           refused: nodes that take nothing more, and what they said; it grows.
         """
@@ -301,11 +339,10 @@ class Neighbours:
         missing = [n for n in range(self._code.k + self._code.m) if n not in placed]
         if not missing:
             return
-        padded = _read_segment(pack, segment, self._code.k, buffer)
         every = erasure.fragments(self._code, padded)
         names = {
             number: fragments.Fragment(
-                pack.label, self._code.k, self._code.m, segment, number, _crc(every[number])
+                label, self._code.k, self._code.m, segment, number, _crc(every[number])
             )
             for number in missing
         }
@@ -313,15 +350,15 @@ class Neighbours:
         while missing:
             free = [
                 node
-                for node in self._in_order(pack.label)
+                for node in self._in_order(label)
                 if node not in refused and node not in placed.values()
             ]
             if len(free) < len(missing):
-                raise self._no_room(pack.label, placed, refused)
+                raise self._no_room(label, placed, refused)
             sent = {
                 number: (
                     node,
-                    self._pool.submit(
+                    self._submit(
                         self._nodes[node].put, names[number].key(self._keepers.root), every[number]
                     ),
                 )
@@ -385,7 +422,7 @@ class Neighbours:
                 else:
                     further[number] = memoryview(bytearray(len(out) // code.k))
                     parts = [further[number]]
-                asked[number] = (node, self._pool.submit(self._fetch, one, node, parts))
+                asked[number] = (node, self._submit(self._fetch, one, node, parts))
             if not asked:
                 raise self._unreadable(coding, segment, problems, len(got))
             for number, (node, future) in asked.items():
@@ -498,8 +535,7 @@ def _read_segment(pack: Pack, segment: int, k: int, buffer: memoryview) -> memor
     return padded
 
 
-def _crc(parts: Iterable[memoryview]) -> int:
-    total = 0
+def _crc(parts: Iterable[memoryview], total: int = 0) -> int:
     for part in parts:
         total = crc32c(np.frombuffer(part, np.uint8), total)
     return total

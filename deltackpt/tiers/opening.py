@@ -225,10 +225,11 @@ def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours |
     how = tiers.neighbours
     if how is None:
         return None
+    holder = f"{claim.lease.epoch:020}.{claim.lease.holder}"
 
     def find(earlier: Keepers | None) -> Keepers:
         discovery = importlib.import_module(_DISCOVERY)
-        return discovery.keepers(url, item, how, claim.lease.holder, earlier=earlier)
+        return discovery.keepers(url, item, how, holder, earlier=earlier)
 
     return find
 

@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from deltackpt.errors import (
@@ -37,7 +37,7 @@ from deltackpt.ledger.upload import Uploaded, describe, send, upload
 from deltackpt.reading import inventory, saves
 from deltackpt.resources.pace import Pace
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Spot, Unanswered, spot
+from deltackpt.storage.store import Spot, Stamp, Unanswered, spot
 from deltackpt.tiers import meeting, stagger
 from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
@@ -103,6 +103,8 @@ class Promoter:
         self._progress = progress or Progress(holder="")
         self._pace = Pace()
         self._infos: dict[tuple[int, object], SaveInfo | None] = {}
+        #: What told the folders of damaged saves from others, by ``key_of``.
+        self._damaged_at: dict[str, Hashable] = {}
         #: Parts that were put at the root, of saves that are not whole there yet, by ``key_of``.
         self._sent: dict[str, Told] = {}
         self._meetings: dict[str, Meeting] = {}
@@ -198,6 +200,7 @@ class Promoter:
         if orders is None or not orders.holder:
             return False
         journal = self._resumed(orders)
+        self._look_at_damaged()
         if self._progress.problem is not None or (orders.process > 0 and self._sent):
             journal.check()  # Commits whose answers were lost may be done, or those of others.
         self._carry_out(orders, journal)
@@ -213,6 +216,21 @@ class Promoter:
                 if self._promote_part(step, info, orders, journal, found):
                     return True
         return False
+
+    def _look_at_damaged(self) -> None:
+        """Forgets what was damaged where another copy of it has come to the stage."""
+        stands = {
+            key_of(step, info and info.save_id): stamp.identity
+            for (step, stamp), info in self._infos.items()
+            if isinstance(stamp, Stamp)
+        }
+        damaged = self._progress.damaged
+        known = {key: one for key, one in self._damaged_at.items() if key in damaged}
+        if any(stands.get(key, one) != one for key, one in known.items()):
+            # Those after it may have failed for it alone.
+            known.clear()
+            self._tell(damaged={})
+        self._damaged_at = {key: one for key, one in stands.items() if key in damaged} | known
 
     def _is_done(self) -> bool:
         """Whether nothing is left to do, and nothing was ordered since that was looked at."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from deltackpt.errors import DeltackptError, RestoreError, StorageError
+from deltackpt.errors import Damaged, DeltackptError, RestoreError, StorageError
 from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading import saves
@@ -52,7 +52,9 @@ class Pusher:
         #: What they hold, all of it, or some.
         self._held: dict[SaveId, Label] = {}
         self._parts: set[Label] = set()
-        self._pushed = Pushed(holder="")
+        #: Saves that cannot be pushed, with what tells each copy of one from the next.
+        self._damaged: dict[tuple[int, SaveId | None], tuple[object, str]] = {}
+        self._pushed = self._told = Pushed(holder="")
         self._ended = threading.Event()
 
     def start(self) -> threading.Thread:
@@ -88,36 +90,61 @@ class Pusher:
 
         Raises:
           StorageError: neighbours refused, or did not answer; to be tried again.
+          RestoreError: the stage cannot be understood.
         """
-        orders, neighbours = self._stage.orders(), self._opened()
+        before = self._stage.orders()
+        if before is None:
+            return False
+        found = self._saves(before.item)
+        # In this order: what is in the stage by now was begun under these, or earlier ones.
+        orders = self._stage.orders()
+        neighbours = None if orders is None else self._opened(orders)
         if orders is None or neighbours is None:
             return False
-        found = self._saves(orders)
-        for save_id in sorted(found, key=lambda one: one.step):
-            if save_id not in self._held:
-                try:
-                    pack = near.pack_of(self._stage, save_id, orders.item, orders)
-                    neighbours.hold(pack)
-                except Missing:
-                    return True  # It left the stage meanwhile.
-                self._held[save_id] = pack.label
-                self._tell(orders)
+        self._pushed = dataclasses.replace(self._pushed, holder=orders.holder)
+        if orders.began:
+            self._drop(
+                {label for label in self._known() if _save_of(label) not in found}, neighbours
+            )
+        for save_id, stamp in sorted(found.items(), key=lambda one: one[0].step):
+            if save_id not in self._held and not self._is_damaged(save_id, stamp):
+                self._push(save_id, stamp, orders, neighbours)
                 return True
         if orders.began:
-            self._drop_but(found, neighbours)
-        self._tell(orders)
+            self._drop(self._parts - {*self._held.values()}, neighbours)
+            self._parts.clear()
+        self._tell()
         return False
 
-    def _drop_but(self, kept: set[SaveId], neighbours: Neighbours) -> None:
-        """Lets neighbours let go of what is not in the stage, and of what they have in part."""
-        gone = {label for save_id, label in self._held.items() if save_id not in kept}
-        gone |= self._parts - {*self._held.values()}
-        if gone:
-            neighbours.drop(gone)
-            self._held = {one: label for one, label in self._held.items() if one in kept}
-            self._parts.clear()
+    def _push(self, save_id: SaveId, stamp: object, orders: Orders, neighbours: Neighbours) -> None:
+        try:
+            pack = near.pack_of(self._stage, save_id, orders.item, orders)
+            neighbours.hold(pack)
+        except Missing:
+            return  # It left the stage meanwhile.
+        except Damaged as error:
+            self._damaged[save_id.step, save_id] = stamp, str(error)
+            _logger.error("step %d cannot be pushed: %s", save_id.step, error)
+        else:
+            self._held[save_id] = pack.label
+        self._tell()
 
-    def _opened(self) -> Neighbours | None:
+    def _is_damaged(self, save_id: SaveId, stamp: object) -> bool:
+        """Whether this copy of a save was found to be damaged."""
+        known = self._damaged.get((save_id.step, save_id))
+        return known is not None and known[0] == stamp
+
+    def _known(self) -> set[Label]:
+        return {*self._held.values(), *self._parts}
+
+    def _drop(self, labels: set[Label], neighbours: Neighbours) -> None:
+        """Lets neighbours let go of what is not in the stage, and of what they have in part."""
+        if labels:
+            neighbours.drop(labels)
+            self._held = {one: label for one, label in self._held.items() if label not in labels}
+            self._parts -= labels
+
+    def _opened(self, orders: Orders) -> Neighbours | None:
         """The neighbours that the trainer has found, anew where it found others."""
         stamp = self._stage.keepers_stamp()
         if stamp != self._stamp or self._neighbours is None:
@@ -128,56 +155,69 @@ class Pusher:
                 self._neighbours.close()
                 self._neighbours = None
             self._neighbours = self._open(Keepers.from_bytes(data))
-            self._ask(self._neighbours)
+            self._ask(self._neighbours, orders)
             self._stamp = stamp
         elif time.monotonic() - self._asked_at > _ASK_SECS:
-            self._ask(self._neighbours)
+            self._ask(self._neighbours, orders)
         return self._neighbours
 
-    def _ask(self, neighbours: Neighbours) -> None:
-        """Asks what the neighbours hold."""
-        part = self._part()
+    def _ask(self, neighbours: Neighbours, orders: Orders) -> None:
+        """Asks what the neighbours hold of this stage, and of processes that there are no more."""
+        part, parts = (orders.process, orders.processes) if orders.apart else (0, 1)
         named = packing.newest_first(neighbours.complete())
         self._held = {name.save_id: label for name, label in named if name.part == part}
         named = packing.newest_first({*neighbours.labels(), *neighbours.incomplete()})
-        self._parts = {label for name, label in named if name.part == part}
+        self._parts = {
+            label
+            for name, label in named
+            if name.part == part or (part == 0 and name.part >= parts)
+        }
         self._asked_at = time.monotonic()
 
-    def _part(self) -> int:
-        orders = self._stage.orders()
-        return orders.process if orders is not None and orders.apart else 0
-
-    def _saves(self, orders: Orders) -> set[SaveId]:
-        """The saves in the stage; those whose manifests cannot be read are nobody's to push."""
-        at, found = spot(self._stage.steps), set[SaveId]()
+    def _saves(self, item: str) -> dict[SaveId, object]:
+        """The saves in the stage, and what tells their folders from others; damaged ones noted."""
+        at, found = spot(self._stage.steps), dict[SaveId, object]()
+        unreadable: dict[tuple[int, SaveId | None], tuple[object, str]] = {}
         for name in at.folders():
-            if names.step_number(name) is not None:
-                try:
-                    found.add(saves.read_info(at / name, orders.item).save_id)
-                except RestoreError:
-                    continue
+            step, stamp = names.step_number(name), (at / name).stamp()
+            if step is None or stamp is None:
+                continue
+            try:
+                found[saves.read_info(at / name, item).save_id] = stamp.identity
+            except RestoreError as error:
+                if (at / name).is_dir():
+                    unreadable[step, None] = stamp.identity, str(error)
+        kept = {key: one for key, one in self._damaged.items() if key[1] in found}
+        self._damaged = kept | unreadable
         return found
 
-    def _tell(self, orders: Orders) -> None:
+    def _tell(self) -> None:
         keys = tuple(sorted(key_of(one.step, one) for one in self._held))
-        self._report(Pushed(holder=orders.holder, saves=keys))
+        damaged = {key_of(*key): why for key, (_, why) in self._damaged.items()}
+        self._report(Pushed(holder=self._pushed.holder, saves=keys, damaged=damaged))
 
     def _fail(self, error: DeltackptError) -> None:
-        orders = self._stage.orders()
         if self._pushed.problem is None:
             _logger.warning("%s", error)
-        since = self._pushed.problem_unix_secs or time.time()
-        self._report(
-            dataclasses.replace(
-                self._pushed,
-                holder="" if orders is None else orders.holder,
-                problem=str(error),
-                code=error.code,
-                problem_unix_secs=since,
-            )
+        told = dataclasses.replace(
+            self._pushed,
+            problem=str(error),
+            code=error.code,
+            problem_unix_secs=self._pushed.problem_unix_secs or time.time(),
         )
+        try:
+            self._report(told)
+        except StorageError as refused:
+            # The stage may be full, and work goes on all the same.
+            _logger.warning("%s", refused)
 
     def _report(self, pushed: Pushed) -> None:
-        if pushed != self._pushed:
+        if pushed != self._told:
             self._stage.report_pushed(pushed)
-            self._pushed = pushed
+            self._told = pushed
+        self._pushed = pushed
+
+
+def _save_of(label: Label) -> SaveId | None:
+    name = packing.PackName.of(label.key)
+    return None if name is None else name.save_id

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,8 +94,6 @@ def recall(
     Raises:
       OptionError: a holder is another root's.
     """
-    infos = local.saves()
-    here = {info.save_id for info in infos.values() if info is not None}
     offers = offered(holders, part)
     read: dict[PackName, Contents] = {}
     for name, offer in offers:
@@ -107,9 +105,14 @@ def recall(
             )
         if contents is not None and contents.parts == parts:
             read[name] = contents
-    lines = (*(one.line for one in read.values()), *(orders.lines if orders is not None else ()))
+    known = () if orders is None else orders.lines
+    lines = (*(one.line for one in read.values()), *known)
+    _leave_behind(stage, local, state, lines, known)
+    infos = local.saves()
+    here = {info.save_id for info in infos.values() if info is not None}
+    removed = set() if orders is None else {one.save_id for one in orders.retired}
     away = [one for one in read.values() if one.save_id not in here and not state.held(one.save_id)]
-    verdict = judge(away, state, lines)
+    verdict = judge(away, state, lines, removed)
     where: dict[SaveId, str] = {}
     for contents in verdict.counting:
         step = contents.save_id.step
@@ -164,7 +167,58 @@ def bring(
     return None
 
 
-def judge(packs: Sequence[Contents], state: State, lines: Sequence[Line]) -> Verdict:
+def _leave_behind(
+    stage: Stage,
+    local: Root,
+    state: State,
+    lines: Sequence[Line],
+    known: Sequence[Line],
+) -> None:
+    """Moves saves of the stage aside that training went on without, as packs near it tell.
+
+    Args:
+      stage: of this process.
+      local: its checkpoint directory.
+      state: of the root.
+      lines: of all runs that are known.
+      known: those of them that the stage knows.
+    """
+    by_run = {line.run: line for line in known}
+    here = [
+        _in_stage(info.save_id, by_run[info.save_id.run])
+        for info in local.saves().values()
+        if info is not None and info.save_id.run in by_run and not state.held(info.save_id)
+    ]
+    for contents, why in reversed(judge(here, state, lines).orphans):
+        step = contents.save_id.step
+        target = stage.aside(f"left-{uuid.uuid4().hex[:8]}") / str(step)
+        local.set_aside(step, target)
+        events.warn(
+            f"{stage.path}: step {step} does not count, since {why}; it was moved to {target}"
+        )
+
+
+def _in_stage(save_id: SaveId, line: Line) -> Contents:
+    """What a pack of a save in the stage would say of it."""
+    return Contents(
+        save_id=save_id,
+        epoch=line.epoch,
+        era=line.era,
+        past=line.past,
+        root="",
+        holder=line.holder,
+        part=0,
+        parts=1,
+        files={},
+    )
+
+
+def judge(
+    packs: Sequence[Contents],
+    state: State,
+    lines: Sequence[Line],
+    removed: Collection[SaveId] = (),
+) -> Verdict:
     """Which packs count; pure.
 
     One is orphaned where it is of another root that stood under the URL; and where a run that began
@@ -174,6 +228,7 @@ def judge(packs: Sequence[Contents], state: State, lines: Sequence[Line]) -> Ver
       packs: of saves that are neither in the stage nor were ever at the root.
       state: of the root.
       lines: of all runs that are known, those of the packs among them.
+      removed: saves that were removed on purpose.
     """
     by_run = {line.run: line for line in lines}
     began = [claim for claim in state.entry.claims if claim.began]
@@ -205,7 +260,8 @@ def judge(packs: Sequence[Contents], state: State, lines: Sequence[Line]) -> Ver
     counting: list[Contents] = []
     orphans: list[tuple[Contents, str]] = []
     for one in packs:
-        why = _other_root(one.epoch, one.holder, state)
+        why = "it was removed" if one.save_id in removed else None
+        why = why or _other_root(one.epoch, one.holder, state)
         why = why or why_not(one.line.moment, one.save_id.run, one.save_id.attempt)
         if why is None:
             counting.append(one)

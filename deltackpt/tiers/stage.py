@@ -234,6 +234,7 @@ class Pushed:
     Attributes:
       holder: of the claim that the promoter works under.
       saves: those that they hold whole, by ``key_of``.
+      damaged: those of the stage that cannot be pushed, by ``key_of``, and why.
       problem: why no others come there; None where they do.
       code: of the error that this is.
       problem_unix_secs: since when, in seconds since 1970.
@@ -241,6 +242,7 @@ class Pushed:
 
     holder: str
     saves: tuple[str, ...] = ()
+    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
     problem: str | None = None
     code: str = ""
     problem_unix_secs: float = 0.0

@@ -522,9 +522,11 @@ class StagedRoot(Held):
 
         It is at the root, can never come there, or left the stage on purpose.
         """
-        info = self._local.saves().get(save_id.step)
+        infos = self._local.saves()
+        info = infos.get(save_id.step)
         if info is None or info.save_id != save_id:
-            return True
+            # One whose manifest cannot be read may be it.
+            return info is not None or save_id.step not in infos
         progress = self._lag.progress
         return self._lag.is_held(save_id, progress) or (
             key_of(save_id.step, save_id) in progress.damaged
@@ -561,10 +563,11 @@ class StagedRoot(Held):
                     "wait() again, or look at the network"
                 )
             time.sleep(_POLL_SECS)
-        problem = self._lag.newly_damaged() if self._tiers.wait_for == "root" else None
+        problem = self._lag.newly_damaged(self._tiers.wait_for)
         if problem is not None:
+            where = str(self) if self._tiers.wait_for == "root" else "the neighbours"
             raise SaveFailed(
-                f"a save that was made in the stage cannot come to {self}: {problem}; the next "
+                f"a save that was made in the stage cannot come to {where}: {problem}; the next "
                 "save is a base"
             )
         with contextlib.suppress(StorageError):  # Tried again after the next save.

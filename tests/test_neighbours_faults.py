@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neighbours beside faults, restarts and rollbacks: nothing acknowledged is lost, nothing hangs."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+import warnings
+
+import pytest
+from test_tiers import eventually, same, staged, without_promoter
+from test_tiers_neighbours import Cluster, cluster, node, root_out_of_reach, s3  # noqa: F401
+
+from deltackpt.errors import DeltackptError, SaveFailed, StorageError, WaitTimeout
+from deltackpt.nodes.server import NodeServer
+from deltackpt.nodes.shelves import MemoryShelf
+from deltackpt.nodes.tokens import Tokens
+from deltackpt.options import Timeouts
+from deltackpt.reading import saves
+from deltackpt.storage.store import spot
+from deltackpt.tiers import near
+from deltackpt.tiers.neighbours import Keepers, Neighbours
+from deltackpt.tiers.pushing import Pusher
+from deltackpt.tiers.stage import Progress, Stage, key_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def last(one) -> str:
+    """The key of the newest save in the stage."""
+    info = saves.read_info(spot(one.stage.steps / str(one.local()[-1])), "embeddings")
+    return key_of(info.save_id.step, info.save_id)
+
+
+def test_a_stage_that_was_full_for_a_moment_is_pushed_afterwards(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    with (
+        root_out_of_reach(one, monkeypatch),
+        one.manager(timeouts=Timeouts(save_secs=8.0, close_secs=3.0)) as manager,
+    ):
+        one.save(manager, 0)
+        manager.wait()
+        full = threading.Event()
+
+        def report(self, pushed, report=Stage.report_pushed):
+            if full.is_set():
+                raise StorageError("stage: expected to write, found no space")
+            report(self, pushed)
+
+        monkeypatch.setattr(Stage, "report_pushed", report)
+        full.set()
+        one.save(manager, 1)
+        time.sleep(1.5)
+        full.clear()  # There is room again.
+        manager.wait()
+
+
+def test_a_save_after_a_rollback_is_pushed_as_what_it_is_however_late(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one, other = node(), node()
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="stage") as manager:
+        for step in range(4):
+            one.save(manager, step)
+        manager.wait()
+        pusher = Pusher(one.stage)
+        while pusher.step():
+            pass
+
+        def ask(neighbours, orders, ask=pusher._ask):
+            one.restore(manager, 1)
+            one.save(manager, 2)
+            manager.wait()
+            ask(neighbours, orders)
+
+        pusher._asked_at = float("-inf")
+        pusher._ask = ask
+        pusher.step()
+        while last(one) not in one.stage.pushed(one.stage.orders().holder).saves:
+            pusher.step()  # The new save is at the neighbours: wait() returns.
+        expected = one.held()
+        # Here the node is lost.
+    one.lose()
+    with other.manager(wait_for="stage") as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        other.restore(manager)
+        assert same(other.held(), expected)
+
+
+def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        manager.wait()
+        orders = one.stage.orders()
+        with contextlib.closing(Neighbours(Keepers.from_bytes(one.stage.keepers()))) as found:
+            # As process 3 of a job of 4 has left it.
+            of_four = dataclasses.replace(orders, process=3, processes=4)
+            info = staged(manager)._local.saves()[0]
+            found.hold(near.pack_of(one.stage, info.save_id, orders.item, of_four))
+            before = found.labels()
+            assert len(before) == 1
+            pusher = Pusher(one.stage)
+            for _ in range(5):
+                pusher._asked_at = float("-inf")
+                pusher.step()
+            assert before[0] not in found.labels()
+
+
+def test_damaged_bytes_are_not_said_to_be_at_the_neighbours(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager(
+        timeouts=Timeouts(save_secs=5.0, close_secs=1.0), wait_for="neighbours"
+    ) as manager:
+        one.save(manager, 0)
+        eventually(lambda: one.local() == [0], "it is in the stage")
+        for path in (one.stage.steps / "0").rglob("*"):
+            if path.is_file() and path.stat().st_size > 4000:
+                data = bytearray(path.read_bytes())
+                data[100] ^= 1
+                path.write_bytes(data)
+        pusher = Pusher(one.stage)
+        pusher.start()
+        try:
+            with pytest.raises((WaitTimeout, SaveFailed)):
+                manager.wait()
+        finally:
+            pusher.end()
+
+
+def test_a_node_that_comes_back_goes_on_where_another_one_went_on(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step)
+        manager.wait()
+    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+        other.restore(manager, 1)
+        other.save(manager, 2)
+        manager.wait()  # acknowledged: at the neighbours
+    other.lose()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        found = one.restore(manager)
+        assert found.step == 2
+        assert same(one.held(), other.held())
+
+
+def test_a_push_before_training_went_on_takes_nothing_away(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(2):
+            one.save(manager, step)
+        manager.wait()  # acknowledged
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="stage") as manager:
+        one.restore(manager)
+        one.save(manager, 2)  # in the stage; the trainer is killed before the push
+        manager.wait()
+    manager = one.manager(wait_for="stage")  # a restart, that has not saved yet
+    pusher = Pusher(one.stage)
+    while pusher.step():
+        pass
+    manager.close()
+    one.lose()
+    with other.manager(wait_for="stage") as manager:
+        assert sorted(manager.all_steps()) == [0, 1, 2]
+        assert other.restore(manager).step == 2
+
+
+def test_a_keeper_that_began_again_before_training_went_on(node, cluster, monkeypatch):
+    cluster = cluster(4)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(8):
+            one.save(manager, step)
+        manager.wait()  # acknowledged
+    filled = [name for name, count in cluster.holding().items() if count]
+    assert len(filled) > 1
+    cluster.restart_keeper(filled[0])
+    without_promoter(monkeypatch)
+    manager = one.manager(wait_for="stage")  # a restart, that has not saved yet
+    pusher = Pusher(one.stage)
+    while pusher.step():
+        pass
+    manager.close()
+    one.lose()
+    with other.manager(wait_for="stage") as manager:
+        assert sorted(manager.all_steps()) == [*range(8)]
+
+
+def test_a_keeper_that_began_again_in_a_later_run(node, cluster, monkeypatch):
+    """As 1, with neighbours: pushed again under a later epoch, whose goes_on is itself."""
+    cluster = cluster(4)
+    one, other = node(), node()
+    for step in range(8):
+        with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+            if step:
+                one.restore(manager)
+            one.save(manager, step)
+            manager.wait()
+            if step == 7:
+                filled = [name for name, count in cluster.holding().items() if count]
+                cluster.restart_keeper(filled[0])
+                one.save(manager, 8)
+                manager.wait()
+                eventually(lambda: sum(cluster.holding().values()) == 9, "all are there again")
+    one.lose()
+    without_promoter(monkeypatch)
+    with other.manager(wait_for="stage") as manager:
+        assert sorted(manager.all_steps()) == [*range(9)]
+
+
+def test_a_save_that_cannot_come_to_the_root_has_to_come_to_neighbours(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    without_promoter(monkeypatch)
+    limits = Timeouts(save_secs=3.0, close_secs=0.5)
+    with contextlib.suppress(WaitTimeout), one.manager(timeouts=limits) as manager:
+        one.save(manager, 0)
+        eventually(lambda: one.local() == [0], "it is in the stage")
+        orders = one.stage.orders()
+        info = None
+        while info is None:
+            info = staged(manager)._local.saves().get(0)
+        one.stage.report(
+            Progress(holder=orders.holder, damaged={key_of(0, info.save_id): "no parent"})
+        )
+        assert sum(cluster.holding().values()) == 0
+        with pytest.raises(WaitTimeout, match="at the neighbours"):
+            manager.wait()
+
+
+def test_a_step_that_was_deleted_stays_deleted(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(2):
+            one.save(manager, step)
+        manager.wait()
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="stage") as manager:
+        manager.delete(1)  # and the machine's processes are killed
+        assert manager.all_steps() == [0]
+    with one.manager(wait_for="stage") as manager:
+        assert manager.all_steps() == [0]
+
+
+def test_full_keepers_let_go_of_what_has_left_the_stage(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    # Room for two bases of 12 kB.
+    cluster.servers["node1"].close()
+    cluster.shelves["node1"].close()
+    cluster.shelves["node1"] = MemoryShelf(30 << 10)
+    cluster.servers["node1"] = NodeServer(
+        cluster.shelves["node1"], bind="127.0.0.1", tokens=cluster.tokens["node1"]
+    )
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="stage") as manager:
+        for step in range(2):
+            one.save(manager, step, force_base=True)
+        manager.wait()
+        pusher = Pusher(one.stage)
+        while pusher.step():
+            pass
+        assert cluster.holding()["node1"] == 2
+        # As by retention, or eviction of what came to the root, with the next save.
+        one.save(manager, 2, force_base=True)
+        manager.wait()
+        manager.delete(0)
+        manager.delete(1)
+        assert one.local() == [2]
+        for _ in range(5):
+            with contextlib.suppress(StorageError):
+                while pusher.step():
+                    pass
+        assert len(one.stage.pushed(one.stage.orders().holder).saves) == 1
+
+
+def test_the_newest_trainer_is_let_in_at_a_keeper_that_began_again(monkeypatch):
+    keepers = pytest.importorskip("deltackpt.service.keepers", reason="needs deltackpt[ray]")
+
+    class Server:
+        address = "127.0.0.1:1"
+
+    keeper = object.__new__(keepers.Keeper)
+    keeper._tokens, keeper._holder, keeper._server = Tokens(), None, Server()
+    # It began again. The trainer before (epoch 1), whose pushes are refused everywhere, asks first:
+    keeper.admit("holder-of-epoch-1", "token1" * 9, False)
+    # The newest trainer (epoch 2) asks again:
+    assert keeper.admit("holder-of-epoch-2", "token2" * 9, False)
+
+
+def test_one_damaged_save_keeps_no_other_from_the_neighbours(node, cluster, monkeypatch):
+    cluster = cluster(2)
+    one = node()
+    with root_out_of_reach(one, monkeypatch):
+        manager = one.manager(wait_for="stage")
+        without = monkeypatch.context()
+        with without as patch:
+            patch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
+            one.save(manager, 0)
+            manager.wait()
+            for path in (one.stage.steps / "0").rglob("*"):
+                if path.is_file() and path.stat().st_size > 4000:
+                    path.write_bytes(path.read_bytes()[:-1])
+            one.save(manager, 1, force_base=True)
+            manager.wait()
+        pusher = Pusher(one.stage)
+        for _ in range(5):
+            with contextlib.suppress(StorageError, Exception):
+                while pusher.step():
+                    pass
+        manager.close()
+        held = {key.rpartition(".")[2] for key in one.stage.pushed(one.stage.orders().holder).saves}
+        assert "1" in held
+
+
+def test_what_was_left_and_still_is_at_the_root_does_not_count_on_another_node(
+    node, cluster, monkeypatch
+):
+    cluster = cluster(2)
+    one, other = node(), node()
+    with one.manager(wait_for="root") as manager:
+        for step in range(4):
+            one.save(manager, step, force_base=step == 3)
+        manager.wait()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        one.restore(manager, 1)
+        one.save(manager, 2)
+        manager.wait()  # acknowledged, at the neighbours
+    one.lose()
+    with root_out_of_reach(other, monkeypatch), other.manager() as manager:
+        assert other.restore(manager).step == 2
+        assert same(other.held(), one.held())
+
+
+def silent(cluster, name):
+    """The node's Ray answers, and its data port does not (a firewall, a frozen server)."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    class Silent:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def close(self):
+            listener.close()
+
+    cluster.servers[name] = Silent()
+
+
+def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkeypatch):
+    cluster = cluster(3)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(3):
+            one.save(manager, step)
+        manager.wait()
+    one.lose()
+    cluster.shelves["quiet"] = cluster.shelves["node0"]
+    cluster.tokens["quiet"] = cluster.tokens["node0"]
+    silent(cluster, "quiet")
+    without_promoter(monkeypatch)
+    asked: list[str] = []
+    real = Neighbours._found
+
+    def found(self, *given):
+        asked.append("asked")
+        return real(self, *given)
+
+    monkeypatch.setattr(Neighbours, "_found", found)
+    with other.manager(wait_for="stage") as manager:
+        assert sorted(manager.all_steps()) == [0, 1, 2]
+    assert len(asked) <= 3
+
+
+def test_a_node_that_does_not_answer_at_the_start_is_told_of(node, cluster, monkeypatch):
+    cluster = cluster(3)
+    one, other = node(), node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()  # acknowledged
+    one.lose()
+    [name] = [name for name, count in cluster.holding().items() if count]
+
+    class Gone:
+        address = "127.0.0.1:9"
+
+        def close(self):
+            pass
+
+    real, cluster.servers[name] = cluster.servers[name], Gone()  # For a moment.
+    without_promoter(monkeypatch)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with other.manager(wait_for="stage") as manager:
+            steps = manager.all_steps()
+    cluster.servers[name] = real
+    assert steps == [0] or told
+
+
+def test_a_pusher_outlives_an_altered_record_of_orders(node, cluster, monkeypatch):
+    cluster(2)
+    one = node()
+    without_promoter(monkeypatch)
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        manager.wait()
+    path = one.stage.path / "orders.msgpack"
+    good = path.read_bytes()
+    path.write_bytes(b"altered")
+    pusher = Pusher(one.stage)
+    thread = pusher.start()
+    time.sleep(0.5)
+    path.write_bytes(good)
+    alive = thread.is_alive()
+    pusher.end()
+    thread.join()
+    assert alive
+
+
+def test_neighbours_that_were_closed_say_so_by_type(node, cluster):
+    """``Near.find_again`` (saving thread) closes what the training thread is reading from."""
+    cluster(2)
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        near_ = staged(manager)._near
+        old = near_._neighbours
+        old.close()
+        try:
+            old.labels()
+        except DeltackptError:
+            pass
+
+
+def test_neighbours_that_were_away_do_not_bring_back_what_training_left(node, cluster, monkeypatch):
+    cluster(2)
+    one = node()
+    with root_out_of_reach(one, monkeypatch), one.manager() as manager:
+        for step in range(4):
+            one.save(manager, step, force_base=step == 3)
+        manager.wait()
+    without_promoter(monkeypatch)
+    away = {"neighbours": None, "wait_for": "stage"}
+    with one.manager(**away) as manager:
+        one.restore(manager, 1)
+        one.save(manager, 2)
+        manager.wait()
+    expected = one.held()
+    with one.manager(**away) as manager:  # A start that saves nothing.
+        assert one.restore(manager).step == 2
+    with one.manager(wait_for="stage") as manager:
+        assert one.restore(manager).step == 2
+        assert same(one.held(), expected)
