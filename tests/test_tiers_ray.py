@@ -27,6 +27,7 @@ ITEM = "embeddings"
 MEMORY = 64 << 20
 
 
+@pytest.mark.filterwarnings("ignore:neighbours. expected an answer of all nodes:UserWarning")
 @pytest.mark.parametrize(
     ("how", "count", "lost"),
     [(Copies(2, memory_bytes=MEMORY), 3, 1), (Erasure(2, 2, memory_bytes=MEMORY), 5, 2)],
