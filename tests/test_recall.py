@@ -134,7 +134,7 @@ def test_what_training_stands_on_comes_back_and_nothing_that_it_left(steps, seed
     assert counting | {one.save_id for one, _ in verdict.orphans} == {one.save_id for one in packs}
     # What the newest moment stood on of which there is any trace: its own saves, or its claim.
     if packs:
-        traces = {one.name.moment for one in packs} & history.lines.keys()
+        traces = {one.line.moment for one in packs} & history.lines.keys()
         traces |= {(one.lease.epoch, 0) for one in history.claims if one.began}
         newest = max(moment for moment in traces if moment in history.lines)
         expected = {*history.lines[newest]} & {one.save_id for one in packs}
@@ -150,7 +150,7 @@ def test_lost_packs_never_bring_back_what_training_left(steps, seed, lost):
     drawn = random.Random(lost)
     packs = [one for one in history.waiting() if drawn.random() < 0.7]
     verdict = recall.judge(packs, history.state(), lines_of(packs))
-    traces = [one.name.moment for one in packs]
+    traces = [one.line.moment for one in packs]
     traces += [(one.lease.epoch, 0) for one in history.claims if one.began]
     if traces:
         line = history.lines[max(moment for moment in traces if moment in history.lines)]

@@ -11,9 +11,8 @@ import rich.box
 import rich.console
 import rich.table
 
-from deltackpt import units
 from deltackpt.cli import arguments, terminal
-from deltackpt.cli.service import address_option, connect, item_option
+from deltackpt.cli.service import address_option, connect, item_option, print_ended
 
 if TYPE_CHECKING:
     from deltackpt.service.keepers import KeeperState
@@ -54,11 +53,7 @@ def stop(directory: str, address: str, item: str, as_json: bool) -> None:
     connect(address)
     from deltackpt.service import keepers
 
-    ended = keepers.stop(directory, item)
-    if as_json:
-        terminal.print_json({"directory": directory, "actors_ended": ended})
-    else:
-        click.echo(f"{directory}: {units.count(ended, 'actor')} ended")
+    print_ended(directory, keepers.stop(directory, item), as_json=as_json)
 
 
 def _show(directory: str, found: dict[str, KeeperState | None]) -> None:

@@ -97,11 +97,15 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 def stop(directory: str, address: str, item: str, as_json: bool) -> None:
     """End the service of DIRECTORY; its steps and compacted bases stay."""
     connect(address)
-    ended = service.stop(directory, item)
+    print_ended(directory, service.stop(directory, item), as_json=as_json)
+
+
+def print_ended(directory: str, count: int, *, as_json: bool) -> None:
+    """Says how many actors of a root were ended."""
     if as_json:
-        terminal.print_json({"directory": directory, "actors_ended": ended})
+        terminal.print_json({"directory": directory, "actors_ended": count})
     else:
-        click.echo(f"{directory}: {units.count(ended, 'actor')} ended")
+        click.echo(f"{directory}: {units.count(count, 'actor')} ended")
 
 
 def connect(address: str) -> None:

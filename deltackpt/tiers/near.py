@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
 
 from deltackpt import events
 from deltackpt.errors import OutOfSpace, StorageError
@@ -24,7 +23,7 @@ from deltackpt.storage.store import Missing, spot
 from deltackpt.tiers import packing, recall
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.neighbours import Keepers, Neighbours
-from deltackpt.tiers.packing import FilePack, Holder, PackName
+from deltackpt.tiers.packing import FilePack, Holder
 from deltackpt.tiers.recall import Recalled
 from deltackpt.tiers.stage import Line, Orders, Stage
 
@@ -32,18 +31,6 @@ from deltackpt.tiers.stage import Line, Orders, Stage
 _FIND_SECS = 2.0
 #: Finds neighbours; those that were found before are told to it.
 FindNeighbours = Callable[[Keepers | None], Keepers]
-
-
-class Waiting(Protocol):
-    """A save waits for room."""
-
-    def __call__(self) -> None:
-        """Waits a moment.
-
-        Raises:
-          DeltackptError: nothing will come of it.
-        """
-        ...
 
 
 class Near:
@@ -185,7 +172,7 @@ class Near:
         orders: Orders,
         *,
         may_go: Callable[[SaveId], bool],
-        wait: Waiting,
+        wait: Callable[[], None],
     ) -> None:
         """Takes the saves of the stage into the extents that are not there, where there are any.
 
@@ -196,7 +183,7 @@ class Near:
           item: name of our item.
           orders: under which they stand.
           may_go: whether a save need not be held, or not any more.
-          wait: called where nothing that is held may go.
+          wait: called where nothing that is held may go; it raises what ends the wait for room.
 
         Raises:
           OptionError: the extents are too small for such saves.
@@ -206,8 +193,7 @@ class Near:
         extents = self._extents
         if extents is None:
             return
-        named = (PackName.of(label.key) for label in extents.labels())
-        held = {name.save_id for name in named if name is not None}
+        held = {packing.save_of(label) for label in extents.labels()}
         known = [info for info in infos if info is not None]
         if not known:
             return
@@ -227,7 +213,7 @@ class Near:
         extents: ExtentFile,
         pack: FilePack,
         may_go: Callable[[SaveId], bool],
-        wait: Waiting,
+        wait: Callable[[], None],
     ) -> None:
         while True:
             try:
@@ -246,9 +232,8 @@ class Near:
           StorageError: the extents refuse.
         """
         if self._extents is not None and save_ids:
-            names = ((label, PackName.of(label.key)) for label in self._extents.labels())
-            gone = [label for label, name in names if name and name.save_id in save_ids]
-            self._extents.drop(gone)
+            labels = self._extents.labels()
+            self._extents.drop([one for one in labels if packing.save_of(one) in save_ids])
 
     def close(self) -> None:
         """Ends what is open."""

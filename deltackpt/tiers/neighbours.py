@@ -154,14 +154,28 @@ class Neighbours:
         with self._lock:
             return "; ".join(f"{node} ({why})" for node, (_, why) in sorted(self._failed.items()))
 
-    def complete(self) -> list[Label]:
-        """Packs of which k + m other nodes have a fragment each: ``hold`` would send nothing."""
-        mine = self._code.k, self._code.m
-        return sorted(
+    def survey(self) -> tuple[set[Label], set[Label]]:
+        """What is held, by one question to each node.
+
+        Returns:
+          Packs of which k + m other nodes have a fragment each, so that ``hold`` would send
+          nothing; and all of which anything is held anywhere.
+        """
+        found, mine = self._found(), (self._code.k, self._code.m)
+        complete = {
             one.label
-            for one, where in self._found(None, self._others).items()
-            if (one.k, one.m) == mine and fragments.is_complete(one, where)
-        )
+            for one, where in found.items()
+            if (one.k, one.m) == mine and fragments.is_complete(one, self._elsewhere(where))
+        }
+        return complete, {one.label for one in found}
+
+    def _elsewhere(self, where: fragments.Where) -> fragments.Where:
+        """The same without one's own node."""
+        others = {*self._others}
+        return {
+            segment: {one: [node for node in nodes if node in others] for one, nodes in of.items()}
+            for segment, of in where.items()
+        }
 
     def incomplete(self) -> list[Label]:
         """Packs of which something is held, and too little: pushes that were cut, lost nodes."""

@@ -9,6 +9,7 @@ import importlib
 import os
 import uuid
 from pathlib import Path
+from typing import TypeVar
 
 from deltackpt import events
 from deltackpt.errors import OptionError
@@ -32,6 +33,8 @@ from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
 
 #: Has ``keepers(...)``.
 _DISCOVERY = "deltackpt.service.discovery"
+
+_Kind = TypeVar("_Kind", bound=StagedRoot)
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
@@ -111,28 +114,18 @@ def open_root(
         claim = journal.claim()
         files.remove_tree(stage.fetched)
         old = _brought_up(stage, local, old, journal.known)
-        find = _finder(place.url, item, tiers, claim)
-        near = _near(stage, local, extents, find, options, process, count)
-        opened.callback(near.close)
-        recalled = near.recall(place.url, journal.known, old)
-        if not tiers.shared:
-            old = _without_other_parts(stage, local, item, journal.known, count, old)
-        orders = _orders(old, place.url, item, claim, options, process, count, recalled)
-        stage.order(orders)
-        limit = options.timeouts.save_secs
-        held = StagedRoot(
-            stage,
-            local,
-            journal,
-            orders,
-            tiers,
-            near,
-            processes=processes,
-            readable_secs=limit,
-            cpus=options.background.cpus,
+        return _held(
+            StagedRoot,
+            opened,
+            (stage, local, journal),
+            old,
+            extents,
+            claim,
+            place.url,
+            options,
+            process,
+            processes,
         )
-        opened.pop_all()
-        return held
 
 
 def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) -> StagedBeside:
@@ -178,27 +171,82 @@ def _apart(
         extents = _extents(tiers, process, opened)
         files.remove_tree(stage.fetched)
         _drop_what_was_at_the_root(stage, local, journal.known)
-        find = _finder(url, item, tiers, claim)
-        near = _near(stage, local, extents, find, options, process, processes)
-        opened.callback(near.close)
-        recalled = near.recall(url, journal.known, old)
-        old = _without_other_parts(stage, local, item, journal.known, processes, old)
-        orders = _orders(old, url, item, claim, options, process, processes, recalled)
-        stage.order(orders)
-        limit = options.timeouts.save_secs
-        held = StagedApart(
-            stage,
-            local,
-            journal,
-            orders,
-            tiers,
-            near,
-            processes=processes,
-            readable_secs=limit,
-            cpus=options.background.cpus,
+        return _held(
+            StagedApart,
+            opened,
+            (stage, local, journal),
+            old,
+            extents,
+            claim,
+            url,
+            options,
+            process,
+            processes,
         )
-        opened.pop_all()
-        return held
+
+
+def _held(
+    kind: type[_Kind],
+    opened: contextlib.ExitStack,
+    places: tuple[Stage, Root, Journal],
+    old: Orders | None,
+    extents: ExtentFile | None,
+    claim: Claim,
+    url: str,
+    options: ManagerOptions,
+    process: int,
+    processes: int,
+) -> _Kind:
+    """A stage and its root under a claim, with what came back from near it, and new orders.
+
+    Args:
+      kind: the first process's, or that of another one with a stage of its own.
+      opened: what is closed where this fails.
+      places: the stage, its checkpoint directory, and the root's journal.
+      old: the orders before, where they still hold.
+      extents: those of this process.
+      claim: on the root.
+      url: of the root.
+      options: of the manager.
+      process: which of them this is.
+      processes: how many save together.
+
+    Raises:
+      OptionError: what is held near the stage is another root's; or there are too few neighbours.
+      ServiceError: neighbours cannot be asked for.
+      StorageError: the stage cannot be written.
+    """
+    tiers = options.tiers or Tiers()
+    stage, local, journal = places
+    part, parts = (0, 1) if tiers.shared else (process, processes)
+    near = Near(
+        stage,
+        local,
+        extents=extents,
+        find_neighbours=_finder(url, local.item, tiers, claim),
+        part=part,
+        parts=parts,
+        fsync=options.writes.durability == "power",
+    )
+    opened.callback(near.close)
+    recalled = near.recall(url, journal.known, old)
+    if not tiers.shared:
+        old = _without_other_parts(stage, local, local.item, journal.known, parts, old)
+    orders = _orders(old, url, local.item, claim, options, part, parts, recalled)
+    stage.order(orders)
+    held = kind(
+        stage,
+        local,
+        journal,
+        orders,
+        tiers,
+        near,
+        processes=processes,
+        readable_secs=options.timeouts.save_secs,
+        cpus=options.background.cpus,
+    )
+    opened.pop_all()
+    return held
 
 
 def _extents(tiers: Tiers, process: int, opened: contextlib.ExitStack) -> ExtentFile | None:
@@ -232,32 +280,6 @@ def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours |
         return discovery.keepers(url, item, how, holder, earlier=earlier)
 
     return find
-
-
-def _near(
-    stage: Stage,
-    local: Root,
-    extents: ExtentFile | None,
-    find: FindNeighbours | None,
-    options: ManagerOptions,
-    process: int,
-    processes: int,
-) -> Near:
-    """What is held near a stage.
-
-    Raises:
-      ServiceError: they cannot be asked for.
-    """
-    shared = (options.tiers or Tiers()).shared
-    return Near(
-        stage,
-        local,
-        extents=extents,
-        find_neighbours=find,
-        part=0 if shared else process,
-        parts=1 if shared else processes,
-        fsync=options.writes.durability == "power",
-    )
 
 
 def _orders(

@@ -83,11 +83,6 @@ class PackName(NamedTuple):
         """Which save it is of."""
         return SaveId(self.run, self.step, self.attempt)
 
-    @property
-    def moment(self) -> tuple[int, int]:
-        """When it was made: moments of greater epochs, then eras, are later."""
-        return self.epoch, self.era
-
     @classmethod
     def of(cls, key: str) -> PackName | None:
         """The name in a key; None where it is another key."""
@@ -385,6 +380,12 @@ def unpack(reader: Reader, label: Label, folder: Path, *, fsync: bool) -> Conten
 def _write(descriptor: int, piece: memoryview) -> None:
     while len(piece):
         piece = piece[os.write(descriptor, piece) :]
+
+
+def save_of(label: Label) -> SaveId | None:
+    """Which save a pack is of; None of one that has another key than ours."""
+    name = PackName.of(label.key)
+    return None if name is None else name.save_id
 
 
 def newest_first(labels: Collection[Label]) -> list[tuple[PackName, Label]]:

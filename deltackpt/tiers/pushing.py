@@ -103,9 +103,8 @@ class Pusher:
             return False
         self._pushed = dataclasses.replace(self._pushed, holder=orders.holder)
         if orders.began:
-            self._drop(
-                {label for label in self._known() if _save_of(label) not in found}, neighbours
-            )
+            known = {*self._held.values(), *self._parts}
+            self._drop({one for one in known if packing.save_of(one) not in found}, neighbours)
         for save_id, stamp in sorted(found.items(), key=lambda one: one[0].step):
             if save_id not in self._held and not self._is_damaged(save_id, stamp):
                 self._push(save_id, stamp, orders, neighbours)
@@ -134,9 +133,6 @@ class Pusher:
         known = self._damaged.get((save_id.step, save_id))
         return known is not None and known[0] == stamp
 
-    def _known(self) -> set[Label]:
-        return {*self._held.values(), *self._parts}
-
     def _drop(self, labels: set[Label], neighbours: Neighbours) -> None:
         """Lets neighbours let go of what is not in the stage, and of what they have in part."""
         if labels:
@@ -164,9 +160,10 @@ class Pusher:
     def _ask(self, neighbours: Neighbours, orders: Orders) -> None:
         """Asks what the neighbours hold of this stage, and of processes that there are no more."""
         part, parts = (orders.process, orders.processes) if orders.apart else (0, 1)
-        named = packing.newest_first(neighbours.complete())
+        complete, every = neighbours.survey()
+        named = packing.newest_first(complete)
         self._held = {name.save_id: label for name, label in named if name.part == part}
-        named = packing.newest_first({*neighbours.labels(), *neighbours.incomplete()})
+        named = packing.newest_first(every)
         self._parts = {
             label
             for name, label in named
@@ -216,8 +213,3 @@ class Pusher:
             self._stage.report_pushed(pushed)
             self._told = pushed
         self._pushed = pushed
-
-
-def _save_of(label: Label) -> SaveId | None:
-    name = packing.PackName.of(label.key)
-    return None if name is None else name.save_id

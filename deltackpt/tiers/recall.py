@@ -5,8 +5,7 @@ A node that lost its stage (memory, a power cut), or another node in its place, 
 never came to the root in extents or at neighbours. Those that training still goes on from are
 unpacked into the stage, where all else finds them: a restore, the next save, the promoter. What
 training went back behind, or on without, must not come back: the claims in the root's journal say
-what each trainer went on from, and packs say under which claim they were made and how often
-training had gone back by then (their era).
+what each trainer went on from, and packs say what their run comes after (its line).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from deltackpt import events
 from deltackpt.errors import OptionError, RestoreError, StorageError
@@ -38,16 +37,40 @@ class Offer(NamedTuple):
     label: Label
 
 
-class Verdict(NamedTuple):
-    """Which packs count.
+class Judged(Protocol):
+    """A save that may count: one in a pack, or in the stage."""
+
+    @property
+    def save_id(self) -> SaveId:
+        """Which it is."""
+        ...
+
+    @property
+    def line(self) -> Line:
+        """That of its run."""
+        ...
+
+
+_Judged = TypeVar("_Judged", bound=Judged)
+
+
+class InStage(NamedTuple):
+    """A save in the stage."""
+
+    save_id: SaveId
+    line: Line
+
+
+class Verdict(NamedTuple, Generic[_Judged]):
+    """Which saves count.
 
     Attributes:
       counting: those that training may go on from, oldest first.
       orphans: those that it went on without, and why.
     """
 
-    counting: tuple[Contents, ...]
-    orphans: tuple[tuple[Contents, str], ...]
+    counting: tuple[_Judged, ...]
+    orphans: tuple[tuple[_Judged, str], ...]
 
 
 class Recalled(NamedTuple):
@@ -185,12 +208,12 @@ def _leave_behind(
     """
     by_run = {line.run: line for line in known}
     here = [
-        _in_stage(info.save_id, by_run[info.save_id.run])
+        InStage(info.save_id, by_run[info.save_id.run])
         for info in local.saves().values()
         if info is not None and info.save_id.run in by_run and not state.held(info.save_id)
     ]
-    for contents, why in reversed(judge(here, state, lines).orphans):
-        step = contents.save_id.step
+    for left_behind, why in reversed(judge(here, state, lines).orphans):
+        step = left_behind.save_id.step
         target = stage.aside(f"left-{uuid.uuid4().hex[:8]}") / str(step)
         local.set_aside(step, target)
         events.warn(
@@ -198,36 +221,21 @@ def _leave_behind(
         )
 
 
-def _in_stage(save_id: SaveId, line: Line) -> Contents:
-    """What a pack of a save in the stage would say of it."""
-    return Contents(
-        save_id=save_id,
-        epoch=line.epoch,
-        era=line.era,
-        past=line.past,
-        root="",
-        holder=line.holder,
-        part=0,
-        parts=1,
-        files={},
-    )
-
-
 def judge(
-    packs: Sequence[Contents],
+    found: Sequence[_Judged],
     state: State,
     lines: Sequence[Line],
     removed: Collection[SaveId] = (),
-) -> Verdict:
-    """Which packs count; pure.
+) -> Verdict[_Judged]:
+    """Which saves count; pure.
 
     One is orphaned where it is of another root that stood under the URL; and where a run that began
     at a later moment, or a trainer that took the root since, does not come after it.
 
     Args:
-      packs: of saves that are neither in the stage nor were ever at the root.
+      found: saves that were never at the root.
       state: of the root.
-      lines: of all runs that are known, those of the packs among them.
+      lines: of all runs that are known, those of what was found among them.
       removed: saves that were removed on purpose.
     """
     by_run = {line.run: line for line in lines}
@@ -254,14 +262,13 @@ def judge(
     #: Lines that later ones came after, with any of their saves: others say nothing any more.
     standing: list[Line] = []
     for line in sorted(lines, key=lambda line: line.moment, reverse=True):
-        is_known = _other_root(line.epoch, line.holder, state) is None
-        if is_known and why_not(line.moment, line.run, 0) is None:
+        if _other_root(line, state) is None and why_not(line.moment, line.run, 0) is None:
             standing.append(line)
-    counting: list[Contents] = []
-    orphans: list[tuple[Contents, str]] = []
-    for one in packs:
+    counting: list[_Judged] = []
+    orphans: list[tuple[_Judged, str]] = []
+    for one in found:
         why = "it was removed" if one.save_id in removed else None
-        why = why or _other_root(one.epoch, one.holder, state)
+        why = why or _other_root(one.line, state)
         why = why or why_not(one.line.moment, one.save_id.run, one.save_id.attempt)
         if why is None:
             counting.append(one)
@@ -300,11 +307,11 @@ def left(back: Sequence[Contents], state: State, lines: Sequence[Line]) -> tuple
     )
 
 
-def _other_root(epoch: int, holder: str, state: State) -> str | None:
+def _other_root(line: Line, state: State) -> str | None:
     claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
-    if not claimed or epoch < min(claimed):
+    if not claimed or line.epoch < min(claimed):
         return "so many trainers came since that the root does not remember its own"
-    if claimed.get(epoch) != holder:
+    if claimed.get(line.epoch) != line.holder:
         return "another root stands under the URL now"
     return None
 
