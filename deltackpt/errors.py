@@ -202,6 +202,33 @@ class Damaged(RestoreError):
         return type(self), (self.object_name, self.expected, self.found, self.action)
 
 
+class DamagedLog(Damaged):
+    """A frame of a log is missing or altered; ``mark`` is the save id of the mark that needs it."""
+
+    code = "damaged-log"
+
+    def __init__(
+        self, object_name: str, expected: str, found: str, action: str = "", mark: object = None
+    ):
+        self.mark = mark
+        super().__init__(object_name, expected, found, action)
+
+    @classmethod
+    def of(cls, error: Damaged, mark: object) -> DamagedLog:
+        """What is said of a mark that needs something damaged."""
+        action = "restore_latest() falls back to the point before by itself"
+        return cls(error.object_name, error.expected, error.found, action, mark)
+
+    def __reduce__(self):
+        return type(self), (self.object_name, self.expected, self.found, self.action, self.mark)
+
+
+class LogFailed(DeltackptError):
+    """What was logged could not be made durable; no touched row is lost."""
+
+    code = "log-failed"
+
+
 class BrokenChain(RestoreError):
     """A delta's parent is missing, or is not the save that the delta was taken against."""
 

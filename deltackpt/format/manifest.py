@@ -572,8 +572,7 @@ def _check(record: Manifest) -> None:
     """
     _check_ids(record)
     if not _sound_paths.has(record.tables, record.dense, record.tracking_paths):
-        for path in key_paths(record):
-            require(all(_is_key(*entry) for entry in path), "a key path", path)
+        check_paths(record)
         _sound_paths.add(record.tables, record.dense, record.tracking_paths)
     for number, segment in enumerate(record.segments):
         try:
@@ -602,8 +601,18 @@ def _check_ids(record: Manifest | Outline) -> None:
         require(is_name(parent), "the name of a directory", parent, "parents")
 
 
-def key_paths(record: Manifest | Layout) -> Iterator[KeyPath]:
-    """Where everything that a record names stands in the state."""
+def check_paths(record: Any) -> None:
+    """Checks where a record of tables and dense leaves says that they stand.
+
+    Raises:
+      Unsound: there is no such place.
+    """
+    for path in key_paths(record):
+        require(all(_is_key(*entry) for entry in path), "a key path", path)
+
+
+def key_paths(record: Any) -> Iterator[KeyPath]:
+    """Where everything that a record, or a layout, names stands in the state."""
     for table in record.tables:
         yield from table.leaves.values()
     for leaf in record.dense:

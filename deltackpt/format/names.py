@@ -19,6 +19,9 @@ Beside the steps::
       <step>/<item>/                   a base that stands for the item of the step
       <step>.<id>.tmp/                 one that is being folded
     kept.msgpack                       what the trainer's policy of retention keeps
+    log/
+      <stretch>.msgpack                the head of a stretch: what its log goes on from
+      <stretch>/<process>/<part>-<seq>.seg   frames, end to end
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import operator
 import re
 import urllib.parse
 import uuid
-from typing import Protocol, Self, SupportsIndex, TypeVar
+from typing import NamedTuple, Protocol, Self, SupportsIndex, TypeVar
 
 from deltackpt.errors import OptionError
 
@@ -53,6 +56,8 @@ TRASH = "deleted"
 #: Bases that compaction folded, beside the steps that they stand for.
 COMPACTED = "compacted"
 COMPACTION_LOCK = "lock"
+#: What was logged between steps, beside them.
+LOG = "log"
 #: What the trainer's policy of retention keeps.
 KEPT = "kept.msgpack"
 #: The newest step that a record can hold: an int64.
@@ -77,6 +82,8 @@ _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
 _FAILURE = re.compile(r"failed\.(\d+)\.json")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
+_STRETCH = re.compile(r"(0|[1-9]\d{0,17})\.msgpack")
+_SEGMENT = re.compile(r"(\d{5})-(\d{20})\.seg")
 _COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
 
 
@@ -240,3 +247,32 @@ def compaction_name(step_dir: str) -> str:
 def is_compaction(name: str) -> bool:
     """Whether a name below ``COMPACTED`` is that of a base that is, or was, being folded."""
     return _COMPACTION.fullmatch(name) is not None
+
+
+def stretch_name(stretch: int) -> str:
+    """Name of the head of a stretch of the log."""
+    return f"{stretch}.msgpack"
+
+
+def stretch_number(name: str) -> int | None:
+    """Number of the stretch that a head's name is of, None where it is another object's."""
+    match = _STRETCH.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class SegmentPlace(NamedTuple):
+    """Where a segment of a process's log begins: in which part, and with which frame."""
+
+    part: int
+    seq: int
+
+
+def segment_name(part: int, seq: int) -> str:
+    """Name of a segment of a process's log; they sort as they follow each other."""
+    return f"{part:05}-{seq:020}.seg"
+
+
+def segment_place(name: str) -> SegmentPlace | None:
+    """Where a segment of that name begins, None where it is another object's."""
+    match = _SEGMENT.fullmatch(name)
+    return SegmentPlace(int(match[1]), int(match[2])) if match else None

@@ -27,6 +27,7 @@ from deltackpt.format.manifest import (
 )
 from deltackpt.format.records import Unsound
 from deltackpt.format.soundness import MOST, MOST_AXES, require
+from deltackpt.format.stretches import StretchHead
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
@@ -50,10 +51,7 @@ def check_head(head: Manifest, name: str) -> None:
     """
     try:
         require(head.process == 0, "the manifest of process 0", head.process, "process")
-        if not _sound.has(head.groups, head.tables):
-            _check_groups(head, name)
-            _check_tables(head)
-            _sound.add(head.groups, head.tables)
+        check_tables(head, name)
         groups = head.group_by_name
         for part in head.parts:
             _check_covers(part, head, groups)
@@ -78,16 +76,52 @@ def check_part(record: Manifest, head: Manifest, name: str) -> None:
     groups = head.group_by_name
     tables = collections.Counter(table.group for table in head.tables)
     for segment in record.segments:
-        try:
-            require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
-            group = groups[segment.group]
-            _check_fields(segment, group, name)
-            _check_rows(segment, group)
-            for encoding in segment.encodings:
-                _check_encoding(encoding, segment, tables[group.name])
-            _check_arrays(segment, group)
-        except Unsound as error:
-            raise error.within(f"segment {segment.name}").damage(name) from error
+        check_segment(segment, groups, tables, name)
+
+
+def check_segment(
+    segment: Segment, groups: Mapping[str, GroupEntry], tables: Mapping[str, int], name: str
+) -> None:
+    """Checks what a record says of a segment against the groups.
+
+    Args:
+      segment: of a part, or of a log.
+      groups: by name.
+      tables: group name to how many tables it has.
+      name: how errors name the record.
+
+    Raises:
+      Damaged, FormatTooNew: as ``check_head``.
+    """
+    try:
+        require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
+        group = groups[segment.group]
+        _check_fields(segment, group, name)
+        _check_rows(segment, group)
+        for encoding in segment.encodings:
+            _check_encoding(encoding, segment, tables[group.name])
+        _check_arrays(segment, group)
+    except Unsound as error:
+        raise error.within(f"segment {segment.name}").damage(name) from error
+
+
+def check_tables(head: Manifest | StretchHead, name: str) -> None:
+    """Checks what a record says of groups and tables.
+
+    Args:
+      head: the record.
+      name: how errors name it.
+
+    Raises:
+      Damaged, FormatTooNew: as ``check_head``.
+    """
+    try:
+        if not _sound.has(head.groups, head.tables):
+            _check_groups(head, name)
+            _check_tables(head)
+            _sound.add(head.groups, head.tables)
+    except Unsound as error:
+        raise error.damage(name) from error
 
 
 def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], name: str) -> None:
@@ -161,7 +195,7 @@ def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.Store
     return found
 
 
-def _check_groups(head: Manifest, name: str) -> None:
+def _check_groups(head: Manifest | StretchHead, name: str) -> None:
     names = [group.name for group in head.groups]
     require(len({*names}) == len(names), "groups of different names", names, "groups")
     for group in head.groups:
@@ -206,7 +240,7 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
         raise Unsound(f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name) from error
 
 
-def _check_tables(head: Manifest) -> None:
+def _check_tables(head: Manifest | StretchHead) -> None:
     groups = head.group_by_name
     names = [table.name for table in head.tables]
     require(len({*names}) == len(names), "tables of different names", names, "tables")

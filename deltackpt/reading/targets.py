@@ -68,13 +68,10 @@ def empty_buffers(
     """
     if wanted is None:
         wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
-    groups = target.group_by_name
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
-    targets = []
     for table in target.tables:
         asked = wanted.get(table.name, {})
-        group = groups[table.group]
-        for spec in group.fields:
+        for spec in target.group_by_name[table.group].fields:
             if spec.name in asked:
                 buffers.setdefault(table.name, {})[spec.name] = {}
             for box in asked.get(spec.name, ()):
@@ -82,9 +79,27 @@ def empty_buffers(
                 trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
                 buffer = memory.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
                 buffers[table.name][spec.name][box] = buffer
+    return buffers, targets_of(buffers, target)
+
+
+def targets_of(
+    buffers: Mapping[str, Mapping[str, Mapping[Box, np.ndarray]]], target: Layout
+) -> Targets:
+    """The targets that some buffers are.
+
+    Args:
+      buffers: table name to field name to box to array.
+      target: the layout of the step.
+    """
+    found = []
+    for table in target.tables:
+        held = buffers.get(table.name, {})
+        group = target.group_by_name[table.group]
+        for spec in group.fields:
+            for box, buffer in held.get(spec.name, {}).items():
                 # A template may have grown: its further rows are not in the step.
-                start, stop = min(start, table.rows), min(stop, table.rows)
-                targets.append(
+                start, stop = min(box.rows[0], table.rows), min(box.rows[1], table.rows)
+                found.append(
                     Target(
                         group=group.name,
                         field=spec.name,
@@ -93,7 +108,7 @@ def empty_buffers(
                         buffer=buffer[: stop - start],
                     )
                 )
-    return buffers, Targets(targets, target)
+    return Targets(found, target)
 
 
 class Targets:

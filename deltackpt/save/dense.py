@@ -57,6 +57,16 @@ class DenseLeaves:
         return cls(plan, values, staging, lent)
 
     @property
+    def values(self) -> list[Value]:
+        """Keys and values of Orbax's database that are to be written."""
+        return self._values
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Files that are to be written beside it, texts by their paths in the item."""
+        return self._plan.files
+
+    @property
     def nbytes(self) -> int:
         """Bytes of what is to be written."""
         held = (one.data for one in self._values)

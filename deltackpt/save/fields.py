@@ -23,8 +23,8 @@ from deltackpt.format.manifest import ArrayEntry
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.save.encode import Encoded
 from deltackpt.save.pieces import Piece, ahead
-from deltackpt.storage import arrays, parts, writer
-from deltackpt.storage.parts import ArrayPlace, StoredArrays, StoredField
+from deltackpt.storage import arrays, parts
+from deltackpt.storage.parts import Place, StoredArrays, StoredField
 
 #: Rows that a codec does not hold stay in memory until the others are written: at most that many,
 #: or that share of all.
@@ -68,7 +68,7 @@ class Field:
 
 
 def write_field(
-    place: ArrayPlace,
+    place: Place,
     field: Field,
     pieces: Callable[[Codec], Iterator[Piece]],
     pool: concurrent.futures.Executor,
@@ -122,13 +122,10 @@ class _Fault(NamedTuple):
 class _Attempt:
     """A field on its way through one lossy codec."""
 
-    def __init__(self, place: ArrayPlace, field: Field, codec: Codec):
+    def __init__(self, place: Place, field: Field, codec: Codec):
         self._place, self._field, self._codec = place, field, codec
         self._entries = _entries(field, codec)
-        self._writers = {
-            suffix: writer.ArrayWriter(place.directory(entry.name), entry, place.batch)
-            for suffix, entry in self._entries.items()
-        }
+        self._writers = {suffix: place.writer(entry) for suffix, entry in self._entries.items()}
         self._done = 0
         self._squared_error = np.zeros(len(field.tables))
         self._squared_norm = np.zeros(len(field.tables))
@@ -171,7 +168,6 @@ class _Attempt:
         if self._beside:
             written += self._write_beside()
         return parts.stored_field(
-            self._place,
             self._field.name,
             StoredArrays.joined(written),
             codec=plan.codec,
@@ -272,12 +268,11 @@ def _fits(field: Field, name: str) -> bool:
 
 
 def _write_lossless(
-    place: ArrayPlace, field: Field, plan: Choice, codec: Lossless, pieces: Iterator[Piece]
+    place: Place, field: Field, plan: Choice, codec: Lossless, pieces: Iterator[Piece]
 ) -> StoredField:
     (entry,) = _entries(field, codec).values()
     rows = (codec.stored_view(np.ascontiguousarray(piece.host())) for piece in pieces)
     return parts.stored_field(
-        place,
         field.name,
         parts.write_array(place, entry, rows, held=field.held),
         codec=plan.codec,

@@ -126,10 +126,32 @@ def _pieces(
 
 
 def _fields(plan: PartPlan, group: GroupEntry, source: SegmentSource, *, held: bool) -> list[Field]:
-    bounds = parts.table_bounds(group, plan.layout, source.rows)
-    tables = [table.name for table in manifest.members(group, plan.layout.tables)]
     rolled = plan.intent.kind == "delta" and source.kind == "base"
-    plans = (plan.share_plans if rolled else plan.plans)[group.name]
+    plans = plan.share_plans if rolled else plan.plans
+    return fields_of(group, source, plan.layout, plan.choices, plans, held=held)
+
+
+def fields_of(
+    group: GroupEntry,
+    source: SegmentSource,
+    layout: Layout,
+    choices: Mapping[str, Mapping[str, CodecChoice]],
+    plans: Plans,
+    *,
+    held: bool,
+) -> list[Field]:
+    """What is to be stored of a segment, field by field.
+
+    Args:
+      group: of its rows.
+      source: the segment.
+      layout: tables and groups.
+      choices: group name to field name to the user's codec.
+      plans: the codecs that are tried first.
+      held: whether its rows are those of the training state, which others might change.
+    """
+    bounds = parts.table_bounds(group, layout, source.rows)
+    tables = [table.name for table in manifest.members(group, layout.tables)]
     return [
         Field(
             name=name,
@@ -137,8 +159,8 @@ def _fields(plan: PartPlan, group: GroupEntry, source: SegmentSource, *, held: b
             dtype=field.dtype,
             tables=tables,
             bounds=bounds,
-            choice=plan.choices[group.name][name],
-            planned=plans[name],
+            choice=choices[group.name][name],
+            planned=plans[group.name][name],
             held=held,
         )
         for name, field in source.fields.items()

@@ -7,19 +7,22 @@ are stored once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from deltackpt.format import blocks
-from deltackpt.format.blocks import Ranges
+from deltackpt.format.blocks import Ranges, Span
 from deltackpt.format.manifest import GroupEntry, Layout, RollingShare
 from deltackpt.resources.staging import Staging
 from deltackpt.save import division
 from deltackpt.save.division import Owned, StampsByTable, Where
 from deltackpt.save.extract import FieldSource, SegmentSource
 from deltackpt.save.touched_rows import Stamps
+
+#: What gives the touched rows of a group within some spans, virtual, int64 ascending.
+TouchedRows = Callable[[str, tuple[Span, ...]], np.ndarray]
 
 
 class Sources:
@@ -69,22 +72,31 @@ class Sources:
             for where, fields in self._found[group.name].items():
                 yield group, where, fields
 
-    def segments(self, *, whole: bool, rolling: RollingShare | None = None) -> list[SegmentSource]:
-        """What this process reads for a base, or for a delta: see ``Stamps.look``.
+    def segments(
+        self,
+        *,
+        whole: bool,
+        rolling: RollingShare | None = None,
+        touched: TouchedRows | None = None,
+        always: bool = True,
+    ) -> list[SegmentSource]:
+        """What this process reads for a base, for a delta, or for a mark of the log.
 
         Args:
           whole: whether all rows, not the touched ones and the ``always`` fields alone.
           rolling: of a delta, the share of all rows that it holds besides.
+          touched: the rows that are taken for touched; by default what ``Stamps.look`` found.
+          always: whether ``always`` fields are read.
         """
-        segments = []
+        segments, touched_rows = [], touched or self.stamps.touched
         for group, (columns, spans), fields in self.by_rows():
             always = {spec.name for spec in group.fields if spec.always}
             complete = fields if whole else _only(fields, always)
             changed = {name: field for name, field in fields.items() if name not in complete}
-            for chosen, touched in ((complete, False), (changed, True)):
+            for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
                 if not chosen:
                     continue
-                taken = self.stamps.touched(group.name, spans) if touched else blocks.rows_of(spans)
+                taken = blocks.rows_of(spans) if is_whole else touched_rows(group.name, spans)
                 if isinstance(taken, np.ndarray) and rolling is not None:
                     share = rolling.rows(group, self.layout.tables)
                     rolled, taken = _within(blocks.rows_of(spans), share), _without(taken, share)

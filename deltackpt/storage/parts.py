@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import google_crc32c
 import numpy as np
@@ -36,8 +36,49 @@ from deltackpt.storage.digests import Digests
 _COMPRESSED_BYTES = 256 << 10
 
 
+class RowsWriter(Protocol):
+    """Takes the rows of one array, piece by piece; see ``ArrayWriter``."""
+
+    def write(self, rows: np.ndarray) -> None:
+        """Takes the next rows."""
+        ...
+
+    def finish(self) -> int:
+        """Ends the array; returns its bytes."""
+        ...
+
+    def remove(self) -> None:
+        """Gives the array up."""
+        ...
+
+
+class Place(Protocol):
+    """Where the arrays of one segment go: to files, or to a log."""
+
+    @property
+    def segment(self) -> str:
+        """Its name."""
+        ...
+
+    def writer(self, entry: ArrayEntry) -> RowsWriter:
+        """What takes one of its arrays."""
+        ...
+
+    def write_array(
+        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    ) -> int:
+        """Takes one of its arrays from its pieces, in order; returns its bytes.
+
+        Args:
+          entry: the array.
+          pieces: all of its rows.
+          held: whether others might change the pieces meanwhile.
+        """
+        ...
+
+
 class ArrayPlace(NamedTuple):
-    """Where the arrays of one segment go.
+    """Where the arrays of one segment go in a step.
 
     Attributes:
       item_dir: of the item, in a temporary directory.
@@ -50,6 +91,16 @@ class ArrayPlace(NamedTuple):
     process: int
     segment: str
     batch: FileBatch
+
+    def writer(self, entry: ArrayEntry) -> writer.ArrayWriter:
+        """See ``Place``."""
+        return writer.ArrayWriter(self.directory(entry.name), entry, self.batch)
+
+    def write_array(
+        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    ) -> int:
+        """See ``Place``."""
+        return writer.write_array(self.directory(entry.name), entry, pieces, self.batch, held=held)
 
     def directory(self, array: str) -> Path:
         """Directory of one array."""
@@ -107,15 +158,13 @@ class WrittenPart(NamedTuple):
 
 
 def write_array(
-    place: ArrayPlace, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    place: Place, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
-    """Writes one array as it is; see ``writer.write_array``."""
-    directory = place.directory(entry.name)
-    nbytes = writer.write_array(directory, entry, pieces, place.batch, held=held)
-    return StoredArrays((entry,), nbytes)
+    """Writes one array from its pieces, in order; see ``Place.write_array``."""
+    return StoredArrays((entry,), place.write_array(entry, pieces, held=held))
 
 
-def write_rows(place: ArrayPlace, rows: blocks.Rows) -> StoredArrays:
+def write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
     """Writes which rows a segment holds, where ranges do not say it."""
     if not isinstance(rows, np.ndarray):
         return StoredArrays((), 0)
@@ -126,7 +175,6 @@ def write_rows(place: ArrayPlace, rows: blocks.Rows) -> StoredArrays:
 
 
 def stored_field(
-    place: ArrayPlace,
     name: str,
     stored: StoredArrays,
     *,
@@ -139,7 +187,6 @@ def stored_field(
     """A field that was written, with its figures by table.
 
     Args:
-      place: where.
       name: of the field.
       stored: all its arrays.
       codec: what encoded it.
@@ -164,7 +211,7 @@ def stored_field(
 
 
 def stored_segment(
-    place: ArrayPlace,
+    place: Place,
     group: str,
     columns: blocks.Span,
     rows: blocks.Rows,

@@ -33,7 +33,7 @@ from deltackpt.reading.reader import Progress, Targets
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
-from deltackpt.storage import arrays, digests, files, parts, writer
+from deltackpt.storage import arrays, digests, files, parts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.parts import (
     ArrayPlace,
@@ -344,7 +344,6 @@ class _FieldWriter:
     def __init__(self, place: ArrayPlace, spec: FieldSpec, span: Span, budget: _Budget):
         codec = codecs.get(spec.codec)
         assert codecs.is_lossless(codec)
-        self._place = place
         self._spec = spec
         self._codec = codec
         (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
@@ -358,7 +357,7 @@ class _FieldWriter:
             byte_planes=array.byte_planes,
             chunk_rows=max(1, -(-count // chunks)),
         )
-        self._writer = writer.ArrayWriter(place.directory(spec.name), self._entry, place.batch)
+        self._writer = place.writer(self._entry)
 
     def write(self, rows: np.ndarray) -> None:
         """Appends rows."""
@@ -368,7 +367,6 @@ class _FieldWriter:
         """Waits until everything is written; ``bounds`` are those of ``parts.stored_field``."""
         spec = self._spec
         return parts.stored_field(
-            self._place,
             spec.name,
             StoredArrays((self._entry,), self._writer.finish()),
             codec=spec.codec,

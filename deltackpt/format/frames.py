@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames of a log: what a process wrote between two steps, each chained to the one before.
+
+A frame is a fixed part, a head (a record as msgpack) and a body (bytes). The checksum of its fixed
+part and head goes on from that of the body before, and that of its body from that of its head, so
+that no frame can be altered, left out, repeated or exchanged unnoticed. A head says how long its
+body is: looking through a log reads no rows.
+
+A *mark* ends what one call of ``log()`` has written. A segment begins with a ``begin`` frame, from
+which the next goes on, so that those after it hold where earlier ones were trimmed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import google_crc32c
+import msgpack
+import numpy as np
+
+from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.format import records
+from deltackpt.format.manifest import SaveId, Segment
+from deltackpt.format.records import Unsound
+from deltackpt.format.soundness import MOST, check_segment, is_name, require
+
+VERSION = 1
+_MAGIC = b"DLOG"
+#: Magic, version, kind, part, process, seq, step, bytes of the head and of the body.
+_FIXED = struct.Struct("<4sBBHIQQIQ")
+_CRC = struct.Struct("<I")
+#: What stands before the head of a frame.
+PREFIX_BYTES = _FIXED.size + _CRC.size
+CRC_BYTES = _CRC.size
+#: A body is cut so that it has no more, but for a single row, or a single leaf, that does.
+BODY_BYTES = 64 << 20
+#: What a reader takes: a frame may claim any length.
+MOST_HEAD_BYTES, MOST_BODY_BYTES = 64 << 20, 1 << 40
+#: Arrays of a body begin at multiples of it.
+_ALIGNED = 8
+_PIECE_BYTES = 4 << 20
+
+Buffer = bytes | memoryview | np.ndarray
+
+
+class Kind(enum.IntEnum):
+    """What a frame holds."""
+
+    BEGIN = 0
+    ROWS = 1
+    DENSE = 2
+    ITEMS = 3
+    MARK = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class After:
+    """The last frame of an earlier part that counts: what that part holds beyond it does not."""
+
+    part: int
+    seq: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeginHead:
+    """Begins a segment.
+
+    Attributes:
+      stretch: of the log.
+      crc32c: what the next frame goes on from; its seq is that of this frame.
+      after: of the first segment of a part but the first: where it goes on.
+    """
+
+    stretch: int
+    crc32c: int
+    after: After | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsHead:
+    """Rows of one group: the arrays of the segment, one after the other, are the body."""
+
+    segment: Segment
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseValue:
+    """A key of the dense item, as Orbax lays it out, and how many bytes of the body are its value.
+
+    Attributes:
+      key: a key of the database; or a file of the item, by its path in it.
+      file: whether it is a file.
+      nbytes: in the body.
+      decoded_bytes: of the value itself.
+      itemsize: of the numbers that it holds.
+      against: seq of the frame that holds the value which these bytes are the difference to, by
+        ``xor``, of byte planes, by zstd; None where the body has the value itself.
+    """
+
+    key: str
+    file: bool
+    nbytes: int
+    decoded_bytes: int
+    itemsize: int = 1
+    against: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseHead:
+    """Dense leaves of a full mark, by the keys of Orbax's layout."""
+
+    values: tuple[DenseValue, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedItem:
+    """A further item of a mark, and how many bytes of the body it has."""
+
+    name: str
+    kind: Literal["bytes", "json"]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ItemsHead:
+    """Further items of a mark."""
+
+    items: tuple[LoggedItem, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MarkHead:
+    """Ends what one call of ``log()`` wrote.
+
+    Attributes:
+      save_id: of the mark, whose ``attempt`` is the number of the call.
+      parent: of the mark, or of the step, since which the rows are.
+      full: whether all dense leaves are among the frames.
+      frames: how many there are since the mark before; this one does not count.
+      unix_ns: when it was taken, nanoseconds since 1970.
+    """
+
+    save_id: SaveId
+    parent: SaveId
+    full: bool
+    frames: int
+    unix_ns: int
+
+
+Head = BeginHead | RowsHead | DenseHead | ItemsHead | MarkHead
+_HEADS: dict[Kind, type] = {
+    Kind.BEGIN: BeginHead,
+    Kind.ROWS: RowsHead,
+    Kind.DENSE: DenseHead,
+    Kind.ITEMS: ItemsHead,
+    Kind.MARK: MarkHead,
+}
+_KINDS = {head: kind for kind, head in _HEADS.items()}
+
+
+class Place(NamedTuple):
+    """Where a frame stands in the log of a process: its part, process and seq, and of which step."""
+
+    part: int
+    process: int
+    seq: int
+    step: int
+
+
+class Encoded(NamedTuple):
+    """A frame as it is written.
+
+    Attributes:
+      buffers: its bytes, end to end.
+      nbytes: of all of them.
+      crc32c: what the next frame goes on from.
+    """
+
+    buffers: list[memoryview]
+    nbytes: int
+    crc32c: int
+
+
+class Prefix(NamedTuple):
+    """What stands before the head of a frame, of which nothing is believed yet."""
+
+    kind: Kind
+    place: Place
+    head_bytes: int
+    body_bytes: int
+    crc32c: int
+    covered: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole frame."""
+        return PREFIX_BYTES + self.head_bytes + self.body_bytes + CRC_BYTES
+
+
+def encode(place: Place, head: Head, body: Iterable[Sequence[Buffer]], crc32c: int) -> Encoded:
+    """A frame that goes on from another one.
+
+    Args:
+      place: where it stands.
+      head: what it holds.
+      body: arrays, each in contiguous pieces; they are padded to whole words.
+      crc32c: what the frame before gave; 0 for the first of a segment.
+    """
+    packed = records.packed(_as_map(head))
+    parts = [part for pieces in body for part in _padded(pieces)]
+    nbytes = sum(part.nbytes for part in parts)
+    fixed = _FIXED.pack(
+        _MAGIC, VERSION, _KINDS[type(head)], place.part, place.process, place.seq, place.step,
+        len(packed), nbytes,
+    )  # fmt: skip
+    crc = google_crc32c.extend(google_crc32c.extend(crc32c, fixed), packed)
+    buffers = [memoryview(fixed + _CRC.pack(crc) + packed), *parts]
+    for part in parts:
+        crc = extended(crc, part)
+    buffers.append(memoryview(_CRC.pack(crc)))
+    return Encoded(buffers, PREFIX_BYTES + len(packed) + nbytes + CRC_BYTES, crc)
+
+
+def prefix_of(data: bytes | memoryview, name: str) -> Prefix:
+    """What stands before the head of a frame.
+
+    Args:
+      data: ``PREFIX_BYTES`` of them.
+      name: how errors name the frame.
+
+    Raises:
+      Damaged: no frame begins so.
+      FormatTooNew: a later version of deltackpt wrote it.
+    """
+    fixed = bytes(data[: _FIXED.size])
+    magic, version, kind, *place, head_bytes, body_bytes = _FIXED.unpack(fixed)
+    if magic != _MAGIC:
+        raise Damaged(name, "a frame", f"one that begins with {magic!r}")
+    if version > VERSION:
+        raise FormatTooNew(
+            f"{name}: expected frames of version {VERSION} or below, found {version}; install a "
+            "newer deltackpt"
+        )
+    if kind not in iter(Kind) or head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
+        raise Damaged(name, "a frame of a known kind", f"kind {kind} of {body_bytes} bytes")
+    (crc,) = _CRC.unpack(data[_FIXED.size : PREFIX_BYTES])
+    return Prefix(Kind(kind), Place(*place), head_bytes, body_bytes, crc, fixed)
+
+
+def head_of(prefix: Prefix, data: bytes | memoryview, crc32c: int, name: str) -> Any:
+    """The head of a frame, checked with what stands before it.
+
+    Args:
+      prefix: of ``prefix_of``.
+      data: its head.
+      crc32c: what the frame before gave; a ``begin`` frame goes on from nothing.
+      name: how errors name the frame.
+
+    Raises:
+      Damaged: it is altered, is no head, or does not go on from the frame before.
+    """
+    seed = 0 if prefix.kind == Kind.BEGIN else crc32c
+    found = google_crc32c.extend(google_crc32c.extend(seed, prefix.covered), bytes(data))
+    if found != prefix.crc32c:
+        raise Damaged(name, f"crc32c {prefix.crc32c:08x}", f"crc32c {found:08x}")
+    try:
+        fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        head = records.built(_HEADS[prefix.kind], fields)
+        _check(head, prefix)
+    except Unsound as error:
+        raise error.damage(name) from error
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise Damaged(name, "a map of msgpack", str(error) or type(error).__name__) from error
+    return head
+
+
+def body_crc32c(data: bytes | memoryview) -> int:
+    """What stands behind the body of a frame: the checksum that the next one goes on from."""
+    (crc,) = _CRC.unpack(data)
+    return crc
+
+
+def check_body(body: memoryview, head_crc32c: int, expected: int, name: str) -> None:
+    """Checks the body of a frame.
+
+    Args:
+      body: it.
+      head_crc32c: the checksum of its head, from which its own goes on.
+      expected: what stands behind it.
+      name: how errors name the frame.
+
+    Raises:
+      Damaged: it is altered.
+    """
+    found = extended(head_crc32c, body)
+    if found != expected:
+        raise Damaged(name, f"crc32c {expected:08x}", f"crc32c {found:08x}")
+
+
+def extended(crc: int, data: memoryview) -> int:
+    """A checksum with further bytes; long ones in pieces, as the interpreter's lock is held."""
+    for start in range(0, data.nbytes, _PIECE_BYTES):
+        crc = google_crc32c.extend(crc, data[start : start + _PIECE_BYTES])  # pyright: ignore[reportArgumentType]
+    return crc
+
+
+def arrays_of(segment: Segment, body: memoryview, name: str) -> dict[str, np.ndarray]:
+    """The stored arrays of rows: views of a body.
+
+    Raises:
+      Damaged: the body has another length.
+    """
+    found, start = {}, 0
+    for entry in segment.arrays:
+        stop = start + entry.nbytes
+        if stop > body.nbytes:
+            raise Damaged(name, f"{stop} bytes of {entry.name}", f"{body.nbytes} bytes")
+        data = np.frombuffer(body[start:stop], np.dtype(entry.dtype))
+        found[entry.name] = data.reshape(entry.shape)
+        start = stop + -stop % _ALIGNED
+    if start != body.nbytes:
+        raise Damaged(name, f"a body of {start} bytes", f"{body.nbytes} bytes")
+    return found
+
+
+def pieces_of(sizes: Sequence[int], body: memoryview, name: str) -> list[memoryview]:
+    """The bytes of each value, or item, in a body.
+
+    Raises:
+      Damaged: the body has another length.
+    """
+    found, start = [], 0
+    for nbytes in sizes:
+        found.append(body[start : start + nbytes])
+        start += nbytes + -nbytes % _ALIGNED
+    if start != body.nbytes:
+        raise Damaged(name, f"a body of {start} bytes", f"{body.nbytes} bytes")
+    return found
+
+
+def _as_map(head: Head) -> dict[str, Any]:
+    return {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
+
+
+def _padded(pieces: Sequence[Buffer]) -> list[memoryview]:
+    found = [part for part in map(_bytes_of, pieces) if part.nbytes]
+    rest = -sum(part.nbytes for part in found) % _ALIGNED
+    return [*found, memoryview(bytes(rest))] if rest else found
+
+
+def _bytes_of(buffer: Buffer) -> memoryview:
+    if isinstance(buffer, np.ndarray):
+        # No buffer describes dtypes such as bfloat16; their bytes are like all others.
+        return memoryview(buffer.reshape(-1).view(np.uint8))
+    return memoryview(buffer).cast("B")
+
+
+def _check(head: Any, prefix: Prefix) -> None:
+    """Checks what a head says by itself.
+
+    Raises:
+      Unsound: it cannot be.
+    """
+    if isinstance(head, RowsHead):
+        try:
+            check_segment(head.segment)
+        except Unsound as error:
+            raise error.within("segment") from None
+        return
+    if isinstance(head, DenseHead):
+        for value in head.values:
+            require(value.itemsize > 0, "at least 1 byte", value.itemsize, "values.itemsize")
+            against = value.against
+            require(against is None or against < prefix.place.seq, "an earlier frame", against)
+            if value.file:
+                inside = all(map(is_name, value.key.split("/")))
+                require(inside, "a path within the item", value.key, "values.key")
+            if against is None:
+                require(value.nbytes == value.decoded_bytes, "bytes as they are", value.nbytes)
+            require(value.decoded_bytes <= MOST_BODY_BYTES, "fewer bytes", value.decoded_bytes)
+    if isinstance(head, MarkHead):
+        for place, save_id in (("save_id", head.save_id), ("parent", head.parent)):
+            require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
+            require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+        step = prefix.place.step
+        require(head.save_id.step == step, f"step {step}", head.save_id.step, "save_id.step")
+    if not isinstance(head, (BeginHead, MarkHead)):
+        return
+    require(prefix.body_bytes == 0, "no body", prefix.body_bytes)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of one process: segments of frames, looked through for marks, without their rows.
+
+A torn frame is where a log ends: its writer was killed, or is writing it now. What follows it in
+another segment holds all the same, since that says what it goes on from; whether the marks before
+and behind a hole belong together is seen from their parents. A further *part* was begun where
+writing had failed, and says which frame of the one before is the last that counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format import frames, names
+from deltackpt.format.frames import BeginHead, Kind, MarkHead, Place
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.names import SegmentPlace
+from deltackpt.storage.store import Missing, Spot
+
+#: Read at once while a log is looked through: heads are small, and rows are passed over.
+_WINDOW_BYTES = 64 << 10
+
+
+class FrameAt(NamedTuple):
+    """A frame whose head was read.
+
+    Attributes:
+      segment: where its file is.
+      start: of its body in the file.
+      body_bytes: of its body.
+      kind: what it holds.
+      place: where it stands in the log.
+      head: what it says.
+      head_crc32c: the checksum of its head, from which that of the body goes on.
+      body_crc32c: what stands behind the body.
+    """
+
+    segment: Spot
+    start: int
+    body_bytes: int
+    kind: Kind
+    place: Place
+    head: Any
+    head_crc32c: int
+    body_crc32c: int
+
+    @property
+    def name(self) -> str:
+        """How errors name it."""
+        return f"{self.segment.shown(4)}, frame {self.place.seq}"
+
+    @property
+    def end(self) -> int:
+        """Where the next frame of the file begins."""
+        return self.start + self.body_bytes + frames.CRC_BYTES
+
+    def read(self) -> memoryview:
+        """Its body, checked.
+
+        Raises:
+          Damaged: it is missing or altered.
+        """
+        body = memoryview(np.empty(self.body_bytes, np.uint8)).cast("B")
+        with self.segment.missing_is_damage(self.name):
+            self.segment.store.read_into(self.segment.key, self.start, [body])
+        frames.check_body(body, self.head_crc32c, self.body_crc32c, self.name)
+        return body
+
+
+class Mark(NamedTuple):
+    """What a process has written of one call of ``log()``.
+
+    Attributes:
+      save_id: of the mark.
+      parent: of the mark, or of the step, since which its rows are.
+      full: whether it has the dense leaves.
+      unix_secs: when it was taken.
+      place: of its frame.
+      frames: those of rows, dense leaves and items.
+      nbytes: of all its frames.
+    """
+
+    save_id: SaveId
+    parent: SaveId
+    full: bool
+    unix_secs: float
+    place: Place
+    frames: tuple[FrameAt, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Scan:
+    """How far a segment was looked through.
+
+    Attributes:
+      at: where its next frame begins.
+      seq: of that frame.
+      crc32c: what it goes on from.
+      after: what the segment says of the part before.
+      pending: frames since the last mark.
+      problem: why it ends where it does; None where that is its end.
+    """
+
+    at: int = 0
+    seq: int = 0
+    crc32c: int = 0
+    after: frames.After | None = None
+    pending: list[FrameAt] = dataclasses.field(default_factory=list)
+    problem: Damaged | None = None
+
+
+class ProcessLog:
+    """The marks of one process, oldest first; ``advance`` takes what was written since."""
+
+    def __init__(self, spot: Spot, stretch: int, process: int):
+        """Looks at nothing yet.
+
+        Args:
+          spot: the directory of its segments.
+          stretch: number of the stretch.
+          process: index of the process.
+        """
+        self._spot = spot
+        self._stretch = stretch
+        self._process = process
+        self._scans: dict[SegmentPlace, _Scan] = {}
+        self._marks: dict[SegmentPlace, list[Mark]] = {}
+
+    @property
+    def marks(self) -> list[Mark]:
+        """All whole marks that count, oldest first."""
+        last = self._last_that_count()
+        found = [
+            mark
+            for place in sorted(self._marks)
+            for mark in self._marks[place]
+            if mark.place.seq <= last.get(place.part, mark.place.seq)
+        ]
+        return sorted(found, key=lambda mark: mark.save_id.attempt)
+
+    @property
+    def damage(self) -> list[Damaged]:
+        """Why segments end before their ends: the last one is torn where its writer was killed."""
+        return [scan.problem for _, scan in sorted(self._scans.items()) if scan.problem]
+
+    @property
+    def segments(self) -> dict[str, tuple[Mark, ...]]:
+        """The marks of each segment by its name, oldest first."""
+        return {names.segment_name(*at): (*self._marks[at],) for at in sorted(self._marks)}
+
+    def advance(self) -> None:
+        """Looks through what was not there at the last call.
+
+        Raises:
+          StorageError: the directory cannot be read.
+        """
+        places = sorted(
+            place for name in self._spot.names() if (place := names.segment_place(name)) is not None
+        )
+        for gone in self._scans.keys() - {*places}:  # It was trimmed.
+            del self._scans[gone], self._marks[gone]
+        for place in places:
+            scan = self._scans.setdefault(place, _Scan(seq=place.seq))
+            self._marks.setdefault(place, [])
+            self._look_through(place, scan)
+
+    def _last_that_count(self) -> dict[int, int]:
+        """Part to the last seq of it that counts, for those that others follow."""
+        found: dict[int, int] = {}
+        for _, scan in sorted(self._scans.items(), reverse=True):
+            if scan.after is not None:
+                # Nothing of any part counts that a later part does not go on from.
+                for part in range(scan.after.part + 1):
+                    found[part] = min(scan.after.seq, found.get(part, scan.after.seq))
+        return found
+
+    def _look_through(self, place: SegmentPlace, scan: _Scan) -> None:
+        segment = self._spot / names.segment_name(*place)
+        scan.problem = None
+        try:
+            window = _Window(segment)
+            while scan.at < window.length:
+                frame = _frame_at(window, segment, scan)
+                self._take(place, scan, frame)
+        except Damaged as error:
+            scan.problem = error
+        except Missing:
+            scan.problem = None  # It was trimmed meanwhile.
+
+    def _take(self, place: SegmentPlace, scan: _Scan, frame: FrameAt) -> None:
+        expected = Place(place.part, self._process, scan.seq, frame.place.step)
+        if frame.place != expected or (frame.kind == Kind.BEGIN) != (scan.at == 0):
+            raise Damaged(frame.name, f"a frame at {expected}", f"{frame.kind.name} {frame.place}")
+        scan.at = frame.end
+        if isinstance(frame.head, BeginHead):
+            if frame.head.stretch != self._stretch:
+                found = f"stretch {frame.head.stretch}"
+                raise Damaged(frame.name, f"the log of stretch {self._stretch}", found)
+            scan.crc32c, scan.after = frame.head.crc32c, frame.head.after
+            return
+        scan.seq, scan.crc32c = scan.seq + 1, frame.body_crc32c
+        if not isinstance(frame.head, MarkHead):
+            scan.pending.append(frame)
+            return
+        pending, scan.pending = scan.pending, []
+        if len(pending) == frame.head.frames:
+            self._marks[place].append(_mark(frame, pending))
+
+
+def _mark(frame: FrameAt, held: Sequence[FrameAt]) -> Mark:
+    head: MarkHead = frame.head
+    return Mark(
+        save_id=head.save_id,
+        parent=head.parent,
+        full=head.full,
+        unix_secs=head.unix_ns / 1e9,
+        place=frame.place,
+        frames=tuple(held),
+        nbytes=sum(one.body_bytes for one in held),
+    )
+
+
+class _Window:
+    """A file, of which some is read ahead."""
+
+    def __init__(self, segment: Spot):
+        self._segment = segment
+        self.length = segment.store.length(segment.key)
+        self._start, self._data = 0, memoryview(b"")
+
+    def bytes_at(self, start: int, nbytes: int, name: str) -> memoryview:
+        """Some bytes of it.
+
+        Raises:
+          Damaged: it ends before.
+        """
+        if start + nbytes > self.length:
+            raise Damaged(name, f"{start + nbytes} bytes", f"{self.length} bytes")
+        if not self._start <= start <= start + nbytes <= self._start + self._data.nbytes:
+            count = min(max(nbytes, _WINDOW_BYTES), self.length - start)
+            data = memoryview(bytearray(count))
+            self._segment.store.read_into(self._segment.key, start, [data])
+            self._start, self._data = start, data
+        offset = start - self._start
+        return self._data[offset : offset + nbytes]
+
+
+def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
+    """The frame that a segment has next, but for its body.
+
+    Raises:
+      Damaged: it is torn, or does not go on from the one before.
+    """
+    name = f"{segment.shown(4)}, frame {scan.seq}"
+    prefix = frames.prefix_of(window.bytes_at(scan.at, frames.PREFIX_BYTES, name), name)
+    start = scan.at + frames.PREFIX_BYTES
+    data = window.bytes_at(start, prefix.head_bytes, name)
+    head = frames.head_of(prefix, data, scan.crc32c, name)
+    start += prefix.head_bytes
+    behind = window.bytes_at(start + prefix.body_bytes, frames.CRC_BYTES, name)
+    body_crc32c = frames.body_crc32c(behind)
+    if not prefix.body_bytes:
+        frames.check_body(memoryview(b""), prefix.crc32c, body_crc32c, name)
+    return FrameAt(
+        segment=segment,
+        start=start,
+        body_bytes=prefix.body_bytes,
+        kind=prefix.kind,
+        place=prefix.place,
+        head=head,
+        head_crc32c=prefix.crc32c,
+        body_crc32c=body_crc32c,
+    )
+
+
+def read_log(spot: Spot, stretch: int, process: int) -> ProcessLog:
+    """The log of a process as it stands.
+
+    Args:
+      spot: the directory of its segments.
+      stretch: number of the stretch.
+      process: index of the process.
+
+    Raises:
+      StorageError: it cannot be read.
+    """
+    found = ProcessLog(spot, stretch, process)
+    found.advance()
+    return found

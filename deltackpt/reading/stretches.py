@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logs of a root: which points can be restored, and by which marks.
+
+A *point* is a mark that every process of a stretch has. Nothing says so but their logs: there is no
+coordinator. Of several stretches the newest one counts, and of earlier ones what it goes on from.
+
+A point is restored from a committed step below it, on the same line of training, and all marks
+since. The rows of a mark are those since its *parent*, so the marks reach down to the step where
+the parent of the oldest is not above it. They may begin before it: rows carry values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from deltackpt.errors import Damaged
+from deltackpt.format import names, stretches
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.stretches import StretchHead
+from deltackpt.reading import bounds
+from deltackpt.reading.log_files import Mark, ProcessLog
+from deltackpt.storage.store import Missing, Spot, spot
+
+
+class LogPoint(NamedTuple):
+    """A mark that every process has written.
+
+    Attributes:
+      stretch: number of the stretch of the log.
+      save_id: of the mark.
+      full: whether it has the dense leaves, so that it can be restored.
+      unix_secs: when it was taken, seconds since 1970.
+    """
+
+    stretch: int
+    save_id: SaveId
+    full: bool
+    unix_secs: float
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self.save_id.step
+
+    def __str__(self) -> str:
+        return f"point {self.step} of stretch {self.stretch}"
+
+
+class Leg(NamedTuple):
+    """Marks of one stretch, by process, oldest first."""
+
+    head: StretchHead
+    marks: Mapping[int, tuple[Mark, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Way:
+    """What is read of the logs to come from a step to a point.
+
+    Attributes:
+      point: where it leads.
+      step: the step that it begins at.
+      legs: the marks, oldest stretch first.
+      era: the stretch of the point.
+    """
+
+    point: LogPoint
+    step: SaveId
+    legs: tuple[Leg, ...]
+    era: Era
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all marks."""
+        return sum(
+            mark.nbytes for leg in self.legs for marks in leg.marks.values() for mark in marks
+        )
+
+    @property
+    def last_marks(self) -> Mapping[int, Mark]:
+        """The mark of the point of each process."""
+        return {
+            process: log.by_id[self.point.save_id] for process, log in self.era.processes.items()
+        }
+
+
+class _Log(NamedTuple):
+    """The log of a process, and its marks by their save ids."""
+
+    log: ProcessLog
+    by_id: Mapping[SaveId, Mark]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Era:
+    """A stretch as far as it counts.
+
+    Attributes:
+      head: of the stretch.
+      last: the last mark that counts; None where nothing ends it.
+      processes: the log of each process that has one.
+    """
+
+    head: StretchHead
+    last: SaveId | None
+    processes: Mapping[int, _Log]
+
+    def points(self) -> list[LogPoint]:
+        """Newest first."""
+        count = self.head.process_count
+        if count == 0 or self.processes.keys() != {*range(count)}:
+            return []
+        ids = set.intersection(*({*log.by_id} for log in self.processes.values()))
+        found = []
+        for save_id in sorted(ids, key=lambda one: one.attempt, reverse=True):
+            if self.last is None or save_id.attempt <= self.last.attempt:
+                marks = [log.by_id[save_id] for log in self.processes.values()]
+                full = all(mark.full for mark in marks)
+                secs = min(mark.unix_secs for mark in marks)
+                found.append(LogPoint(self.head.stretch, save_id, full, secs))
+        return found
+
+    def has_step(self, save_id: SaveId) -> bool:
+        """Whether a committed step is one that the run has taken before its end."""
+        ended = self.last is not None and save_id.step > self.last.step
+        return save_id.run == self.head.run and not ended
+
+
+class History:
+    """What the logs of a root hold, as it was read."""
+
+    def __init__(self, eras: tuple[Era, ...], damage: tuple[Damaged, ...] = ()):
+        """Made by ``Logs.read``.
+
+        Args:
+          eras: the stretches that count, newest first.
+          damage: of heads that cannot be read.
+        """
+        self.eras = eras
+        self.damage = damage
+
+    def points(self) -> list[LogPoint]:
+        """All points that count, newest first; those that are not full, too."""
+        return [point for era in self.eras for point in era.points()]
+
+    def has_step(self, save_id: SaveId) -> bool:
+        """Whether a committed step is on the line of training that the newest stretch is on."""
+        return any(era.has_step(save_id) or era.head.base == save_id for era in self.eras)
+
+    def way(self, point: LogPoint, step: SaveId) -> Way | None:
+        """The marks from a step to a point; None where they do not reach down to it.
+
+        Args:
+          point: of ``points``.
+          step: save id of a committed step that ``has_step``, not above the point.
+        """
+        number = next(
+            (i for i, era in enumerate(self.eras) if era.head.stretch == point.stretch), None
+        )
+        if number is None:
+            return None
+        legs = self._legs(number, point.save_id, step)
+        if legs is None:
+            return None
+        return Way(point=point, step=step, legs=tuple(legs), era=self.eras[number])
+
+    def _legs(self, number: int, save_id: SaveId, step: SaveId) -> list[Leg] | None:
+        era = self.eras[number]
+        marks, ends = {}, set()
+        for process, log in era.processes.items():
+            found = _marks_down_to(log.by_id, save_id, step)
+            if found is None:
+                return None
+            marks[process], end = found
+            if end.step > step.step:
+                ends.add(end)
+        if len(marks) != era.head.process_count:
+            return None
+        leg = Leg(era.head, marks)
+        if not ends:
+            return [leg]
+        continues = era.head.continues
+        if continues is None or ends != {continues.save_id} or number + 1 == len(self.eras):
+            return None
+        before = self._legs(number + 1, continues.save_id, step)
+        return None if before is None else [*before, leg]
+
+
+def _marks_down_to(
+    by_id: Mapping[SaveId, Mark], save_id: SaveId, step: SaveId
+) -> tuple[tuple[Mark, ...], SaveId] | None:
+    """The marks of a process above a step, oldest first, and what their rows are since.
+
+    That is above the step where it is not a mark of this log.
+    """
+    found, current = [], save_id
+    while current.step > step.step:
+        mark = by_id.get(current)
+        if mark is None:
+            return (tuple(reversed(found)), current) if found or save_id == current else None
+        found.append(mark)
+        current = mark.parent
+    return tuple(reversed(found)), current
+
+
+class Logs:
+    """The logs of a root, read as they stand; one may be read again and again."""
+
+    def __init__(self, at: Spot):
+        """Reads nothing yet.
+
+        Args:
+          at: the folder of the heads.
+        """
+        self._at = at
+        self._heads: dict[int, StretchHead] = {}
+        self._logs: dict[tuple[int, int], ProcessLog] = {}
+
+    def numbers(self) -> list[int]:
+        """Numbers of all stretches, newest first; those whose heads cannot be read, too."""
+        found = map(names.stretch_number, self._at.names())
+        return sorted((number for number in found if number is not None), reverse=True)
+
+    def head(self, stretch: int) -> StretchHead:
+        """The head of a stretch; it never changes.
+
+        Raises:
+          Damaged: it is missing or altered.
+          FormatTooNew: a later version of deltackpt wrote it.
+        """
+        if stretch not in self._heads:
+            place = self._at / names.stretch_name(stretch)
+            shown = place.shown()
+            found = stretches.from_bytes(place.read(shown), name=shown)
+            if found.stretch != stretch:
+                raise Damaged(shown, f"stretch {stretch}", f"stretch {found.stretch}")
+            bounds.check_tables(found, shown)
+            self._heads[stretch] = found
+        return self._heads[stretch]
+
+    def segments_of(self, head: StretchHead) -> Spot:
+        """The folder of a stretch's logs."""
+        at = self._at if head.directory is None else spot(head.directory)
+        return at / str(head.stretch)
+
+    def read(self) -> History:
+        """What counts of the logs now.
+
+        Raises:
+          Damaged: the newest head cannot be read, so that nobody knows what counts.
+          FormatTooNew: a later version of deltackpt wrote it.
+          StorageError: the logs cannot be read.
+        """
+        numbers = self.numbers()
+        if not numbers:
+            return History(())
+        eras = [*self._eras(self.head(numbers[0]))]
+        return History(tuple(eras))
+
+    def log_of(self, head: StretchHead, process: int) -> ProcessLog:
+        """The log of a process of a stretch, as far as it was read."""
+        key = head.stretch, process
+        if key not in self._logs:
+            folder = self.segments_of(head) / str(process)
+            self._logs[key] = ProcessLog(folder, head.stretch, process)
+        return self._logs[key]
+
+    def _eras(self, head: StretchHead) -> Iterator[Era]:
+        last: SaveId | None = None
+        while True:
+            processes = {}
+            for process in range(head.process_count):
+                log = self.log_of(head, process)
+                log.advance()
+                marks = {mark.save_id: mark for mark in log.marks if _counts(mark, head, last)}
+                processes[process] = _Log(log, marks)
+            yield Era(head, last, processes)
+            if head.continues is None:
+                return
+            last = head.continues.save_id
+            try:
+                head = self.head(head.continues.stretch)
+            except (Damaged, Missing):
+                # It was trimmed: what needs its marks cannot be restored.
+                return
+
+
+def _counts(mark: Mark, head: StretchHead, last: SaveId | None) -> bool:
+    of_run = mark.save_id.run == head.run
+    return of_run and (last is None or mark.save_id.attempt <= last.attempt)
+
+
+def newest_way(
+    history: History,
+    steps: Mapping[int, SaveId],
+    skipped: Collection[SaveId] = (),
+    *,
+    at: int | None = None,
+) -> Way | None:
+    """How to come to the newest full point above all of some steps.
+
+    Args:
+      history: of the logs.
+      steps: committed steps, by number.
+      skipped: points that are not to be taken.
+      at: the step of the point that is wanted; by default the newest.
+
+    Returns:
+      The way; None where a step is as new as any point that can be restored.
+    """
+    newest = max(steps, default=None)
+    for point in history.points():
+        if not point.full or point.save_id in skipped or (at is not None and point.step != at):
+            continue
+        if at is None and newest is not None and point.step <= newest:
+            return None
+        for step in sorted((step for step in steps if step <= point.step), reverse=True):
+            if history.has_step(steps[step]):
+                way = history.way(point, steps[step])
+                if way is not None:
+                    return way
+    return None
