@@ -83,7 +83,7 @@ class Logging(trainee.Training):
         if saved.kind is None:
             note("withdrawn", reason=saved.reason)
         else:
-            note("taken", kind=saved.kind)
+            note("taken", save=saved.kind)
 
     def wait(self) -> None:
         """Until all saves are committed."""
@@ -92,9 +92,7 @@ class Logging(trainee.Training):
 
     def wait_logged(self) -> None:
         """Until all marks are durable."""
-        point = self._saver.wait_logged()
-        if point is not None:
-            note("acknowledged", by="wait_logged", step=point.step)
+        _acknowledge("wait_logged", self._saver.wait_logged())
 
     def look(self, which: int = 0) -> None:
         """Restores a step or a point, compares it, and goes on with what is in memory."""
@@ -135,15 +133,14 @@ class Logging(trainee.Training):
             ids=ids,
             items={"history": name(self.history)},
         )
+        saved = logged.saved is not None and logged.saved.kind is not None
         if logged.kind is not None:
             self._unlogged = []
-        if logged.kind != "full":
-            note("withdrawn", kind=logged.kind, reason=logged.reason)
+        if logged.kind == "full" or saved:
+            note("logged", reason=logged.reason)
         else:
-            note("logged", blocked=logged.blocked_secs)
-        if logged.recovery is not None:
-            step = logged.recovery if isinstance(logged.recovery, int) else logged.recovery.step
-            note("acknowledged", by="recovery", step=step)
+            note("withdrawn", mark=logged.kind, reason=logged.reason)
+        _acknowledge("recovery", logged.recovery)
 
     def _offer(self, by: str) -> None:
         note("offered", by=by, step=self.step, history=name(self.history))
@@ -163,6 +160,12 @@ class Logging(trainee.Training):
             "items": result.items.get("history"),
             "log": result.point is not None,
         }
+
+
+def _acknowledge(by: str, found: deltackpt.LogPoint | int | None) -> None:
+    if found is not None:
+        step = found if isinstance(found, int) else found.step
+        note("acknowledged", by=by, step=step)
 
 
 def log(task: dict[str, Any]) -> None:
@@ -215,10 +218,8 @@ def log_through_faults(task: dict[str, Any]) -> None:
                     note("acknowledged", by="wait", step=step)
                 else:
                     logged = saver.log(step, state, touched=marks)
-                    note("logged", kind=logged.kind, step=step, reason=logged.reason)
-                    point = saver.wait_logged()
-                    if point is not None:
-                        note("acknowledged", by="wait_logged", step=point.step)
+                    note("logged", mark=logged.kind, step=step, reason=logged.reason)
+                    _acknowledge("wait_logged", saver.wait_logged())
             except DeltackptError as error:
                 trainee._refused(error)
         trainee._shim_call("faults_disarm")
