@@ -219,6 +219,7 @@ def log_through_faults(task: dict[str, Any]) -> None:
                 else:
                     logged = saver.log(step, state, touched=marks)
                     note("logged", mark=logged.kind, step=step, reason=logged.reason)
+                if step % task["waits"] == 0:
                     _acknowledge("wait_logged", saver.wait_logged())
             except DeltackptError as error:
                 trainee._refused(error)
@@ -235,11 +236,10 @@ def log_through_faults(task: dict[str, Any]) -> None:
 
 
 def _through_faults(root: Path, task: dict[str, Any]) -> deltackpt.CheckpointManager:
-    return trainee.manager(
+    return deltackpt.CheckpointManager(
         root,
-        retention=2,
-        policy=deltackpt.Consecutive(max_chain=3),
-        log=log_options(task["log_options"]),
+        handlers={"embeddings": deltackpt.Tables(select=trainee.SELECT, slots=trainee.SLOTS)},
+        options=deltackpt.ManagerOptions(retention=2, log=log_options(task["log_options"])),
         sinks=(Noted(),),
     )
 

@@ -24,8 +24,9 @@ DOINGS = 80
 #: Then a new directory is begun: the longer a history, the longer is its replay.
 LIVES = 20
 _LONGEST_CUT_SECS = 1.0
-FAULTS = 60
-STEPS, EVERY = 12, 5
+FAULTS = 40
+#: Of a training, how often it saves, and how often it waits for its marks.
+STEPS, EVERY, WAITS = 12, 5, 3
 _FAULTS = {
     "one EIO": (trainee.FAIL_ONCE, errno.EIO),
     "one ENOSPC": (trainee.FAIL_ONCE, errno.ENOSPC),
@@ -77,6 +78,7 @@ def test_a_failed_io_call_is_told_and_no_row_is_lost(
     task = {
         "steps": STEPS,
         "every": EVERY,
+        "waits": WAITS,
         "log_options": {"on_failure": on_failure, "backend": {"segment_bytes": 1 << 16}},
     }
     rehearsal = log_trainees.run("log_through_faults", tmp_path / "rehearsal", **task)

@@ -10,6 +10,7 @@ go on for a while when one is dead.
 from __future__ import annotations
 
 import collections
+import json
 import random
 import signal
 import time
@@ -46,7 +47,7 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
     calls, secs = rehearsed(log_trainees, tmp_path / "rehearsal")
     phases: collections.Counter[str] = collections.Counter({name: 0 for name in log_harness.PHASES})
     lives = restores = of_points = 0
-    root, offers = tmp_path / "root", Offers()
+    root, offers, told = tmp_path / "root", Offers(), []
     while phases.total() < kills:
         if lives % LIVES == 0:
             restores, of_points = restores + offers.restored, of_points + offers.of_points
@@ -58,10 +59,11 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
         running = log_trainees.start("log", root, **task)
         ended = running.end("ready", after, running.kill)
         assert ended.status in (0, -signal.SIGKILL), (task, ended.notes, log_trainees.diagnosis())
+        told = [*told[-2:], json.dumps({"task": task, "notes": ended.notes})]
         try:
             offers.check(ended)
         except AssertionError as error:
-            raise AssertionError(f"{root}, {task}, {ended.notes}") from error
+            raise AssertionError("\n".join([str(root), *told])) from error
         if ended.status == -signal.SIGKILL and ended.calls:
             phases[log_harness.phase(*killing_call(ended, kill))] += 1
     figures(
