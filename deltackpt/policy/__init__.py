@@ -15,6 +15,8 @@ from deltackpt.policy.base_or_delta import (
 from deltackpt.policy.bit_width import CHECK_N_RUN, MEASURED, BitWidthPolicy, Choice
 from deltackpt.policy.codec_choice import CodecChoice, WhenExceeded
 from deltackpt.policy.interval import Advice, advise_interval
+from deltackpt.policy.measured import MeasuredCosts
+from deltackpt.policy.regimes import Cost, RecoveryKind, Regime, RegimeAdvice, advise_regime
 
 __all__ = [
     "CHECK_N_RUN",
@@ -25,13 +27,19 @@ __all__ = [
     "Choice",
     "CodecChoice",
     "Consecutive",
+    "Cost",
     "Decision",
     "History",
     "Intermittent",
     "LeftToCompaction",
+    "MeasuredCosts",
     "OneShot",
+    "RecoveryKind",
+    "Regime",
+    "RegimeAdvice",
     "Rolling",
     "WhenExceeded",
     "advise_interval",
+    "advise_regime",
     "too_large",
 ]
