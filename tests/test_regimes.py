@@ -267,6 +267,27 @@ def test_measured_costs_are_medians_by_kind_and_a_restore_is_shared_by_bytes():
     assert advice.regime.kinds == ("delta", "base")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MarkEvent:
+    """What is used of the event of a mark."""
+
+    kind: str | None
+    blocked_secs: float = 0.002
+    durable_secs: float = 0.02
+    bytes_written: int = 1500
+    dense_bytes: int = 500
+
+
+def test_only_full_marks_are_measured_and_their_dense_leaves_are_not_replayed():
+    measured = MeasuredCosts()
+    measured.receive(restored(total_secs=4.0, nbytes=2000))
+    for kind in ("soft", None):
+        measured.receive(MarkEvent(kind=kind, blocked_secs=9.0))
+    assert measured.cost("log") is None
+    measured.receive(MarkEvent(kind="full"))
+    assert measured.cost("log") == Cost(stall_secs=0.002, persist_secs=0.02, restore_secs=2.0)
+
+
 def test_before_any_restore_a_save_is_taken_to_be_read_as_slowly_as_it_was_written():
     measured = MeasuredCosts()
     measured.receive(restored(total_secs=0.1, nbytes=0))

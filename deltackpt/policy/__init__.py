@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: pure functions of history that answer with their reason. No clock, no I/O."""
+"""Policies: pure functions of history that answer with their reason. No clock, no I/O.
+
+``MeasuredCosts`` alone keeps something: the figures of events that it is given.
+"""
 
 from deltackpt.policy.base_or_delta import (
     BaseOrDelta,

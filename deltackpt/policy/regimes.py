@@ -210,7 +210,7 @@ class _Terms:
 
 
 def _dominated(log: Cost, delta: Cost | None) -> bool:
-    """Whether a delta in the place of each mark would do better, being a step besides."""
+    """Whether marks stall training as much as deltas, and are durable no sooner than these steps."""
     return (
         delta is not None
         and log.stall_secs >= delta.stall_secs
@@ -286,8 +286,7 @@ def _least(kinds: Sequence[RecoveryKind], costs: Mapping[RecoveryKind, Cost], ru
     stall, rework, restore = _shares(terms, steps * run.step_secs, run)
     reasons = [_finest_reason(kinds, costs, terms, run)]
     reasons += [
-        f"every {ratio:,} {_NAMES[finer]}s: rarer would make restores longer, more often would "
-        "stall training more"
+        f"one for {ratio:,} {_NAMES[finer]}s, where stalls and longer restores together cost least"
         for finer, ratio in zip(kinds, chosen, strict=False)
     ]
     advice = {
