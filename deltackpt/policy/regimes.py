@@ -210,7 +210,7 @@ class _Terms:
 
 
 def _dominated(log: Cost, delta: Cost | None) -> bool:
-    """Whether marks stall training as much as deltas, and are durable no sooner than these steps."""
+    """Whether marks stall training as much as deltas, and are durable no sooner."""
     return (
         delta is not None
         and log.stall_secs >= delta.stall_secs
