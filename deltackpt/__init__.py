@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         DeltaOptions,
         Erasure,
         Extents,
+        LocalLog,
+        LogOptions,
         ManagerOptions,
         Tiers,
         Timeouts,
         WriteOptions,
     )
-    from deltackpt.outcomes import ReadRows, Restored, Saved
+    from deltackpt.outcomes import Logged, ReadRows, Restored, Saved
     from deltackpt.policy import (
         BitWidthPolicy,
         CodecChoice,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         OneShot,
         Rolling,
     )
+    from deltackpt.reading.stretches import LogPoint
     from deltackpt.save.flight import Embeddings, PipelineOptions
     from deltackpt.state.choice import Tables
     from deltackpt.state.tables import split
@@ -59,6 +62,10 @@ _NAMES = {
     "Erasure": "options",
     "Extents": "options",
     "Intermittent": "policy",
+    "LocalLog": "options",
+    "LogOptions": "options",
+    "LogPoint": "reading.stretches",
+    "Logged": "outcomes",
     "ManagerOptions": "options",
     "OneShot": "policy",
     "PipelineOptions": "save.flight",
@@ -90,6 +97,10 @@ __all__ = [
     "Erasure",
     "Extents",
     "Intermittent",
+    "LocalLog",
+    "LogOptions",
+    "LogPoint",
+    "Logged",
     "ManagerOptions",
     "OneShot",
     "PipelineOptions",

@@ -24,7 +24,7 @@ from deltackpt.format.figures import TableFigures as TableFigures
 from deltackpt.format.manifest import Kind
 
 #: What may fail.
-Operation = Literal["save", "restore", "skip", "promote", "push"]
+Operation = Literal["save", "restore", "skip", "promote", "push", "log"]
 
 _logger = logging.getLogger(__name__)
 #: Where the files of deltackpt lie.
@@ -147,6 +147,43 @@ class PromotionEvent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LogEvent:
+    """A mark of the log that is durable; rows and bytes are those of this process.
+
+    It is told at the manager's next call, and at the level DEBUG: there may be one at each step.
+
+    Attributes:
+      step: the training step.
+      process: index of the process.
+      kind: ``full`` with dense leaves, else ``soft``.
+      rows: rows written.
+      bytes_written: bytes of its frames, dense leaves included.
+      dense_bytes: bytes of dense leaves.
+      blocked_secs: how long ``log()`` kept the training thread.
+      encode_secs: in the background, until its frames were made.
+      write_secs: until the system had taken them.
+      sync_secs: of the ``fdatasync`` that made it durable, for all its marks.
+      durable_secs: from the call of ``log()`` until then.
+      batches_in_sync: how many marks that made durable.
+      committed_unix_secs: when it was durable, in seconds since 1970.
+    """
+
+    step: int
+    process: int
+    kind: Literal["full", "soft"]
+    rows: int
+    bytes_written: int
+    dense_bytes: int
+    blocked_secs: float
+    encode_secs: float
+    write_secs: float
+    sync_secs: float
+    durable_secs: float
+    batches_in_sync: int
+    committed_unix_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureEvent:
     """A save, a promotion or a restore that failed; no touched row is lost by it.
 
@@ -156,8 +193,8 @@ class FailureEvent:
       step: the training step; None where no one step is meant, as for ``NoIntactStep``.
       process: index of the process.
       operation: ``save`` or ``restore``, ``skip`` for a step that ``restore_latest()`` found
-        not intact and passed over, or ``promote`` where the root cannot be reached: promotion is
-        tried again until it can.
+        not intact and passed over, ``promote`` where the root cannot be reached: promotion is
+        tried again until it can; or ``log`` where marks could not be made durable.
       code: ``code`` of the error; the name of its class where it is not one of deltackpt's.
       message: of the error.
       seconds: from the call of ``save()`` or of the restore until this event. A save that fails in
@@ -193,7 +230,7 @@ class FailureEvent:
         )
 
 
-Event = SaveEvent | RestoreEvent | PromotionEvent | FailureEvent
+Event = SaveEvent | RestoreEvent | PromotionEvent | LogEvent | FailureEvent
 
 
 class Sink(Protocol):
@@ -385,6 +422,16 @@ class PrometheusSink:
         self._waiting = gauge(
             "deltackpt_waiting_bytes", "Bytes in the stage that are not at the root", "process"
         )
+        of_log = ("process", "kind")
+        self._marks = counter("deltackpt_marks", "Durable marks of the log", *of_log)
+        self._logged_rows = counter("deltackpt_logged_rows", "Rows in marks", *of_log)
+        self._logged_bytes = counter("deltackpt_logged_bytes", "Bytes of marks", *of_log)
+        self._log_secs = seconds(
+            "deltackpt_log_seconds", "Time of a mark by stage", *of_log, "stage"
+        )
+        self._logged_step = gauge(
+            "deltackpt_last_logged_step", "Step of the newest durable mark", *of_log
+        )
         of_failure = ("process", "operation", "code")
         self._failures = counter(
             "deltackpt_failures", "Failed saves and restores, and skipped steps", *of_failure
@@ -413,6 +460,13 @@ class PrometheusSink:
             self._promotion_secs.labels(*labels, "lag").observe(event.lag_secs)
             self._promoted_step.labels(*labels).set(event.step)
             self._waiting.labels(*labels).set(event.waiting_bytes)
+        elif isinstance(event, LogEvent):
+            labels = (str(event.process), event.kind)
+            self._marks.labels(*labels).inc()
+            self._logged_rows.labels(*labels).inc(event.rows)
+            self._logged_bytes.labels(*labels).inc(event.bytes_written)
+            _observe(self._log_secs, labels, event, _LOG_STAGES)
+            self._logged_step.labels(*labels).set(event.step)
         else:
             labels = (str(event.process), event.operation, event.code)
             self._failures.labels(*labels).inc()
@@ -435,6 +489,7 @@ class PrometheusSink:
 
 
 _SAVE_STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
+_LOG_STAGES = ("blocked", "encode", "write", "sync", "durable")
 _RESTORE_STAGES = ("find", "read", "place", "total")
 # A small delta takes 30 ms, a base of a large model minutes; marks and touched rows, a few ms.
 _SECONDS_BUCKETS = (
@@ -453,6 +508,8 @@ def _name(event: Event) -> str:
 
 
 def _level(event: Event) -> int:
+    if isinstance(event, LogEvent):
+        return logging.DEBUG
     if not isinstance(event, FailureEvent):
         return logging.INFO
     return logging.WARNING if event.operation in ("skip", "promote") else logging.ERROR

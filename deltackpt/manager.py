@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from deltackpt import events, processes
 from deltackpt.errors import (
@@ -24,18 +24,21 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.format import names
-from deltackpt.handlers import decision
+from deltackpt.handlers import decision, dense
 from deltackpt.handlers.catalog import Catalog, Metric, Mode
 from deltackpt.handlers.flight import Failure, SaveArguments
-from deltackpt.handlers.items import sorted_handlers
+from deltackpt.handlers.items import json_args, sorted_handlers
 from deltackpt.handlers.restoring import Restorer
 from deltackpt.handlers.run import Run
 from deltackpt.handlers.saving import Saver
 from deltackpt.ledger.steps import Steps
-from deltackpt.options import ManagerOptions, WhenBusy
-from deltackpt.outcomes import ReadRows, ReadState, Restored, Saved
+from deltackpt.log import batch
+from deltackpt.log.recorder import Call, Recorder
+from deltackpt.options import LogOptions, ManagerOptions, WhenBusy
+from deltackpt.outcomes import Logged, ReadRows, ReadState, Restored, Saved
 from deltackpt.policy import Decision
 from deltackpt.reading.reader import Progress
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.restore.steps import Items, RowRanges, Service
 from deltackpt.save import exits, snapshot
 from deltackpt.save.flight import Embeddings, SaveReport
@@ -125,6 +128,9 @@ class CheckpointManager:
 
         self._run = Run.begin(directory, item, choice, options, sinks, open_root)
         self._root = self._run.root
+        self._recorder: Recorder | None = None
+        if not options.read_only:
+            self._recorder = self._run.log = Recorder(self._run)
         self._saver = Saver(self._run, extra, self)
         self._restorer = Restorer(self._run, extra)
         self._catalog = Catalog(self._run)
@@ -318,6 +324,8 @@ class CheckpointManager:
                 self._saver.reports.clear()
                 raise failure.error(None) from failure.cause
             self._saver.settle_at_root(limit)
+            if self._recorder is not None:
+                self._recorder.wait(limit)
             reports = list(self._saver.reports)
             self._saver.reports.clear()
         return reports
@@ -338,6 +346,108 @@ class CheckpointManager:
         if failure is not None:
             raise failure.error(None) from failure.cause
 
+    # The log between steps.
+
+    def log(
+        self,
+        step: int,
+        state: Any,
+        *,
+        touched: TouchState | None = None,
+        ids: Mapping[str, Any] | None = None,
+        items: Mapping[str, Any] | None = None,
+        full: bool | None = None,
+    ) -> Logged:
+        """Logs what has changed since the last call: a point to restore, in a few ms.
+
+        Rows and dense leaves are copied before it returns, and are durable soon after: see
+        ``wait_logged``. All processes call it at the same steps. It goes on from the step or point
+        that was restored, or from a save; where there is none, where the tables have changed, and
+        where the log has grown to ``LogOptions.most_bytes``, it saves the step instead.
+
+        Args:
+          step: the training step, above those that were logged before.
+          state: the whole training state.
+          touched: as for ``save``.
+          ids: table, or the end of its path, to the numbers of rows that were touched since the
+            last call, on the host: spares a look at the stamps, for which an accelerator is waited
+            for. Each save compares them with the stamps.
+          items: small things by name, bytes or what JSON can write, such as a data iterator's
+            position; a restored point has them in ``Restored.items``. A step that is saved instead
+            has them as items of JSON, bytes as ``{"base64": ...}``.
+          full: whether the mark has all dense leaves; by default as ``LogOptions`` say.
+
+        Returns:
+          What was taken.
+
+        Raises:
+          OptionError: the manager has no ``ManagerOptions.log``; the step is not above the last;
+            an item, or ids, cannot be used.
+          LogFailed: earlier marks could not be made durable, and ``on_failure="raise"``.
+          WaitTimeout: the buffer was full for ``deadline_secs``.
+          TrackingError: a TouchState does not fit the tables.
+          FencedError: another trainer has taken over the directory.
+          SaveFailed: as ``save``, where the step was saved instead.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            self._check_usable(writing=True)
+            if self.options.log is None:
+                raise OptionError(
+                    "log: expected a manager with a log, found none; make it with "
+                    "ManagerOptions(log=LogOptions())"
+                )
+            step = names.as_step(step)
+            split = self._saver.split(state, dense_fault=dense.fault)
+            call = Call(touched, ids, items, full, started)
+            assert self._recorder is not None
+            found = self._recorder.log(step, split, call)
+            if isinstance(found, Logged):
+                return found
+            arguments = SaveArguments(touched=touched, items=json_args(batch.as_json(items)))
+            saved = self._save(step, state, arguments, "wait")
+            return Logged(
+                step=step,
+                kind=None,
+                reason=f"saved the step instead: {found.reason}",
+                blocked_secs=time.perf_counter() - started,
+                recovery=self._recorder.recovery(),
+                saved=saved,
+            )
+
+    def wait_logged(self, timeout_secs: float | None = None) -> LogPoint | int | None:
+        """Waits until all that this process has logged is as durable as steps are.
+
+        Args:
+          timeout_secs: the longest wait; ``LogOptions.deadline_secs`` by default.
+
+        Returns:
+          What a restore would find now: the newest point that every process has, or a newer step;
+          None where there is none yet.
+
+        Raises:
+          WaitTimeout: it is not within that time; nothing is lost.
+          LogFailed: some of it could not be made durable; no touched row is lost.
+          FencedError: another trainer has taken over the directory.
+        """
+        with self._lock:
+            self._check_usable(writing=True)
+            limit = (self.options.log or LogOptions()).deadline_secs
+            assert self._recorder is not None
+            return self._recorder.wait(limit if timeout_secs is None else timeout_secs)
+
+    def points(self) -> list[LogPoint]:
+        """Full points of the log that stand above the newest step, or can be restored by number.
+
+        Newest first. A point can be restored while an intact step below it stands.
+
+        Raises:
+          Damaged: the newest head of the log cannot be read.
+        """
+        with self._lock:
+            self._check_usable()
+            return self._restorer.points()
+
     # Restoring.
 
     def restore_latest(
@@ -347,8 +457,9 @@ class CheckpointManager:
         service: Service = "auto",
         items: Items | None = None,
         progress: Progress | None = None,
+        log: Literal["auto"] | None = "auto",
     ) -> Restored | None:
-        """Restores the newest intact step.
+        """Restores the newest intact step, or a full point of the log above it.
 
         Tables and slots come from the memory of a restore service where one holds the step, else
         from storage, bit for bit the same; ``Restored.source`` says where each save of its chain
@@ -360,11 +471,13 @@ class CheckpointManager:
           service: ``"auto"``: the service of the directory, where this process is connected to
             one; or a source of rows, such as ``deltackpt.service.connect(directory)``; or None
             for storage alone. It is given ``timeouts.service_secs``.
-          items: Orbax restore arguments of further items.
+          items: Orbax restore arguments of further items; a point has its own.
           progress: called with bytes read and bytes in all.
+          log: ``"auto"``: points of the log count, where there is one; None: steps alone. The next
+            save, or mark, then leaves the points behind.
 
         Returns:
-          The step and what was skipped; None where no step was ever committed.
+          The step, or point, and what was skipped; None where no step was ever committed.
 
         Raises:
           NoIntactStep: steps were committed and none is intact.
@@ -375,23 +488,26 @@ class CheckpointManager:
         with self._lock:
             self._check_usable()
             self._saver.settle_quietly()
-            return self._restorer.newest(abstract_state, items, progress, service)
+            return self._restorer.newest(
+                abstract_state, items, progress, service, log=log is not None
+            )
 
     def restore(
         self,
-        step: int,
+        step: int | LogPoint,
         abstract_state: Any = None,
         *,
         service: Service = "auto",
         items: Items | None = None,
         progress: Progress | None = None,
     ) -> Restored:
-        """Restores one step.
+        """Restores one step, or one point of the log.
 
-        Restoring an older step rolls back: at the next save the later steps are moved aside.
+        Restoring an older one rolls back: at the next save, or mark, the later steps are moved
+        aside, and later points count no more.
 
         Args:
-          step: the step.
+          step: the step, a point of ``points``, or the number of the step of one.
           abstract_state: as for ``restore_latest``.
           service: as for ``restore_latest``.
           items: as for ``restore_latest``.
@@ -399,13 +515,13 @@ class CheckpointManager:
 
         Raises:
           OptionError: it is no number of a step.
-          RestoreError: what is wrong with the step.
+          RestoreError: what is wrong with the step, or the point.
         """
-        step = names.as_step(step)
+        asked = step if isinstance(step, LogPoint) else names.as_step(step)
         with self._lock:
             self._check_usable()
             self._saver.settle_quietly()
-            return self._restorer.one(step, abstract_state, items, progress, service)
+            return self._restorer.one(asked, abstract_state, items, progress, service)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:
         """Reads rows of some tables of a step, and nothing else of it.
@@ -502,7 +618,10 @@ class CheckpointManager:
     @property
     def goes_on_from(self) -> int | None:
         """The step that the next save must be above: the newest one, or an older one restored."""
-        return self.latest_step() if self._run.restored is None else self._run.restored
+        point = self._run.lineage.continues
+        if self._run.restored is not None:
+            return self._run.restored if point is None else point.save_id.step
+        return self.latest_step()
 
     def all_steps(self) -> list[int]:
         """Committed steps on disk, ascending."""
@@ -536,6 +655,8 @@ class CheckpointManager:
             self._watch.cancel()
         if not self.options.read_only:
             self._run.held.give_up()
+        if self._recorder is not None:
+            self._recorder.close()
         self._saver.close()
         self._root.close()
 

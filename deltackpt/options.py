@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from deltackpt.errors import OptionError
-from deltackpt.policy import BaseOrDelta, Consecutive, Rolling
+from deltackpt.policy import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive, Rolling
 from deltackpt.policy.decision import SaveDecisionPolicy
 from deltackpt.policy.retention import PreservationPolicy
 
@@ -18,6 +18,9 @@ BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
 Tracking = Literal["marks", "fingerprints"]
 Access = Literal["write", "read", "read alone"]
+WhenFull = Literal["wait", "coalesce"]
+LoggedDense = Literal["whole", "xor", "soft"]
+OnFailure = Literal["save", "raise"]
 WaitFor = Literal["root", "neighbours", "stage"]
 
 
@@ -309,6 +312,77 @@ class Background:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalLog:
+    """Keeps the log in files of a directory that all processes of a job see.
+
+    Attributes:
+      directory: where the frames go; by default ``log`` in the root, or in its stage. The heads,
+        which say what counts, are always there.
+      segment_bytes: how long a file grows before the next one is begun; at each step, too.
+    """
+
+    directory: str | None = None
+    segment_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        _check_at_least_one(self, "segment_bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """How ``CheckpointManager.log`` keeps what changes between steps.
+
+    Attributes:
+      backend: where the log is.
+      dense: what becomes of dense leaves in a full mark: ``"whole"``; ``"xor"``: their difference
+        to the full mark before, compressed, and whole at the first mark of a file and at every
+        16th; ``"soft"``: there are no full marks but those that are asked for by ``full=True``.
+      dense_every: every so many marks one is full, and can be restored; the others hold rows.
+      codec: of the rows of the log; None for that of the deltas. An error budget holds here, too.
+      buffer_bytes: the most bytes that wait in memory until they are durable.
+      when_full: what ``log()`` does when that is full: ``"wait"``, for at most ``deadline_secs``;
+        ``"coalesce"``: take nothing, so that the next call takes these rows too.
+      on_failure: what the next ``log()`` does once a mark could not be made durable: ``"save"``:
+        goes on in a new file with all rows since the last durable mark, and where that fails as
+        well saves the step; ``"raise"`` ``LogFailed``.
+      deadline_secs: of waiting for room, and of ``wait_logged()`` where it is given no other.
+      most_bytes: how long the log may grow beyond the last step before ``log()`` saves a step by
+        itself, in bases (of 16 MiB at least): what a restore replays takes its time.
+    """
+
+    backend: LocalLog = LocalLog()
+    dense: LoggedDense = "whole"
+    dense_every: int = 1
+    codec: str | BitWidthPolicy | CodecChoice | None = None
+    buffer_bytes: int = 1 << 30
+    when_full: WhenFull = "wait"
+    on_failure: OnFailure = "save"
+    deadline_secs: float = 120.0
+    most_bytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_known(
+            self,
+            dense=("whole", "xor", "soft"),
+            when_full=("wait", "coalesce"),
+            on_failure=("save", "raise"),
+        )
+        _check_at_least_one(self, "dense_every", "buffer_bytes")
+        if not isinstance(self.backend, LocalLog):
+            raise OptionError(
+                "LogOptions.backend: expected a deltackpt.LocalLog, found "
+                f"{type(self.backend).__name__}; give e.g. LocalLog(directory='/nvme/log')"
+            )
+        if self.codec is not None:
+            CodecChoice.of(self.codec)
+        for name in ("deadline_secs", "most_bytes"):
+            if not getattr(self, name) > 0:
+                raise OptionError(
+                    f"LogOptions.{name}: expected a positive number, found {getattr(self, name)!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
     """How a CheckpointManager works.
 
@@ -323,6 +397,7 @@ class ManagerOptions:
       tiers: how saves come to a root that is a bucket; None for the defaults of ``Tiers``, and for
         a root that is a directory, which needs none.
       background: what the work in the background may take.
+      log: how ``log()`` keeps what changes between steps; None where it is not used.
       access: ``"write"``: the manager saves and restores, and holds the directory's lease;
         ``"read"``: it restores only: no lease, no collection, no directory is made; ``"read
         alone"``: and of a job of several processes this one only uses it, where otherwise all
@@ -336,6 +411,7 @@ class ManagerOptions:
     timeouts: Timeouts = Timeouts()
     tiers: Tiers | None = None
     background: Background = Background()
+    log: LogOptions | None = None
     access: Access = "write"
 
     def __post_init__(self) -> None:
@@ -354,6 +430,11 @@ class ManagerOptions:
             raise OptionError(
                 "ManagerOptions.tiers: expected a deltackpt.Tiers or None, found "
                 f"{type(self.tiers).__name__}; give e.g. tiers=Tiers(stage='/dev/shm/run')"
+            )
+        if not (self.log is None or isinstance(self.log, LogOptions)):
+            raise OptionError(
+                "ManagerOptions.log: expected a deltackpt.LogOptions or None, found "
+                f"{type(self.log).__name__}; give e.g. log=LogOptions(dense_every=16)"
             )
         _check_known(self, access=("write", "read", "read alone"))
         for name in ("retention", "decision"):

@@ -163,7 +163,7 @@ _KINDS = {head: kind for kind, head in _HEADS.items()}
 
 
 class Place(NamedTuple):
-    """Where a frame stands in the log of a process: its part, process and seq, and of which step."""
+    """Where a frame stands in the log of a process, and of which step it is."""
 
     part: int
     process: int
@@ -303,8 +303,13 @@ def check_body(body: memoryview, head_crc32c: int, expected: int, name: str) -> 
 
 def extended(crc: int, data: memoryview) -> int:
     """A checksum with further bytes; long ones in pieces, as the interpreter's lock is held."""
-    for start in range(0, data.nbytes, _PIECE_BYTES):
-        crc = google_crc32c.extend(crc, data[start : start + _PIECE_BYTES])  # pyright: ignore[reportArgumentType]
+    if not data.nbytes:
+        return crc
+    view = np.frombuffer(data, np.uint8)
+    view.flags.writeable = False
+    for start in range(0, len(view), _PIECE_BYTES):
+        piece = view[start : start + _PIECE_BYTES]
+        crc = google_crc32c.extend(crc, piece)  # pyright: ignore[reportArgumentType]
     return crc
 
 
@@ -355,7 +360,7 @@ def _padded(pieces: Sequence[Buffer]) -> list[memoryview]:
 def _bytes_of(buffer: Buffer) -> memoryview:
     if isinstance(buffer, np.ndarray):
         # No buffer describes dtypes such as bfloat16; their bytes are like all others.
-        return memoryview(buffer.reshape(-1).view(np.uint8))
+        return buffer.reshape(-1).view(np.uint8).data
     return memoryview(buffer).cast("B")
 
 

@@ -147,3 +147,8 @@ def _as_it_is(name: str, args: Any) -> Any:
 
 def _kind(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def json_args(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Save arguments of items that are what JSON can write; None without any."""
+    return {name: ocp.args.JsonSave(value) for name, value in values.items()} or None

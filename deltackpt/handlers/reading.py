@@ -13,7 +13,7 @@ from etils import epath
 from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.ledger.steps import Steps
-from deltackpt.restore.step_files import StepFiles
+from deltackpt.restore.step_files import ItemFiles
 from deltackpt.restore.steps import Items
 
 
@@ -31,7 +31,7 @@ class OrbaxItems:
         self._handlers = handlers
 
     def dense(
-        self, step: int, abstract: dict[str, Any] | None, files: StepFiles | None = None
+        self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
     ) -> dict[str, Any]:
         """As ``ItemReader.dense``."""
         handler = dense.handler()
@@ -47,11 +47,11 @@ class OrbaxItems:
         with self._item_dir(step, names.DENSE_ITEM) as item_dir:
             return dense.abstract(dense.handler().metadata(item_dir))
 
-    def items(self, step: int, items: Items, files: StepFiles | None = None) -> Mapping[str, Any]:
+    def items(self, step: int, items: Items, files: ItemFiles | None = None) -> Mapping[str, Any]:
         """As ``ItemReader.items``."""
         return {name: self._item(step, name, args, files) for name, args in sorted(items.items())}
 
-    def _item(self, step: int, name: str, args: Any, files: StepFiles | None) -> Any:
+    def _item(self, step: int, name: str, args: Any, files: ItemFiles | None) -> Any:
         handler = self._handlers[name]
         if args is None:
             _, kind = ocp.args.get_registered_args_cls(handler)
@@ -61,7 +61,7 @@ class OrbaxItems:
 
     @contextlib.contextmanager
     def _item_dir(
-        self, step: int, name: str, files: StepFiles | None = None
+        self, step: int, name: str, files: ItemFiles | None = None
     ) -> Iterator[epath.Path]:
         if files is not None:
             yield epath.Path(files.folder(name))

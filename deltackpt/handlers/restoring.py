@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from deltackpt import events, processes
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DamagedLog,
     ForeignDirectory,
     NoIntactStep,
     RestoreError,
@@ -20,12 +21,15 @@ from deltackpt.errors import (
     StepNotFound,
 )
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.stretches import Continues
 from deltackpt.handlers import partial
 from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
+from deltackpt.reading import replay
 from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
 from deltackpt.save import proof, snapshot
@@ -37,6 +41,53 @@ _T = TypeVar("_T")
 
 #: How often steps that a trainer removes meanwhile are followed by others.
 _LISTINGS = 10
+
+
+class _Choice(NamedTuple):
+    """What is restored: a step, or a point by way of a step below it."""
+
+    step: int
+    point: LogPoint | None
+
+    @property
+    def number(self) -> int:
+        """The training step that is restored."""
+        return self.step if self.point is None else self.point.step
+
+    @classmethod
+    def of(cls, plain: Any) -> _Choice | None:
+        """A choice that JSON has carried."""
+        if plain is None:
+            return None
+        step, point = plain
+        if point is None:
+            return cls(step, None)
+        stretch, save_id, full, unix_secs = point
+        return cls(step, LogPoint(stretch, SaveId(*save_id), full, unix_secs))
+
+
+def _plain(point: LogPoint) -> Any:
+    return point.stretch, dataclasses.astuple(point.save_id), point.full, point.unix_secs
+
+
+class _Tried:
+    """Steps and points that were not intact, and those that went while they were read."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+        self.points: set[SaveId] = set()
+        self.skipped: list[tuple[int, RestoreError]] = []
+        self.gone: list[tuple[int, RestoreError]] = []
+
+    def skip(self, choice: _Choice, error: RestoreError) -> None:
+        """Notes what is wrong with a choice: with the marks of a log, or with the step."""
+        self.skipped.append((choice.number, error))
+        if choice.point is None or not isinstance(error, DamagedLog):
+            self.steps.add(choice.step)
+        else:
+            self.points.add(choice.point.save_id)
+            if isinstance(error.mark, SaveId):
+                self.points.add(error.mark)
 
 
 class Restorer:
@@ -62,36 +113,44 @@ class Restorer:
         )
 
     def newest(
-        self, template: Any, items: Items | None, progress: Progress | None, service: Service
+        self,
+        template: Any,
+        items: Items | None,
+        progress: Progress | None,
+        service: Service,
+        *,
+        log: bool,
     ) -> Restored | None:
-        """The newest intact step; as ``CheckpointManager.restore_latest``."""
+        """The newest intact step, or point; as ``CheckpointManager.restore_latest``."""
         run, started = self._run, time.perf_counter()
-        skipped: list[tuple[int, RestoreError]] = []
-        gone: list[tuple[int, RestoreError]] = []
+        tried = _Tried()
         # Listed anew each time: beside a trainer, a step that goes while it is read has a
         # successor, which may have its number.
-        while (step := self._newest_but({step for step, _ in skipped})) is not None:
-            began = time.perf_counter()
+        while (choice := self._newest_but(tried, log)) is not None:
+            began, step = time.perf_counter(), choice.number
             try:
                 result = self._from_any_copy(
-                    step, lambda step=step: self._restore(step, template, items, progress, service)
+                    choice.step,
+                    lambda choice=choice: self._restore(choice, template, items, progress, service),
                 )
             except Exception as error:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
                     run.tell_failure("restore", step, error, began)
                     raise
-                if isinstance(error, (StepGone, StepNotFound)) and len(gone) < _LISTINGS:
-                    gone.append((step, error))
+                if isinstance(error, (StepGone, StepNotFound)) and len(tried.gone) < _LISTINGS:
+                    tried.gone.append((step, error))
                     continue
                 run.tell_failure("skip", step, error, began)
-                skipped.append((step, error))
+                tried.skip(choice, error)
                 if not isinstance(error, ForeignDirectory):
-                    events.warn(f"step {step} is skipped, it is not intact: {error}")
+                    what = "step" if choice.point is None else "point"
+                    events.warn(f"{what} {step} is skipped, it is not intact: {error}")
                 continue
-            for foreign, error in skipped:
+            for foreign, error in tried.skipped:
                 if isinstance(error, ForeignDirectory):
                     events.warn(f"step {foreign} is skipped: {error}")
-            return dataclasses.replace(result, skipped=tuple(skipped))
+            return dataclasses.replace(result, skipped=tuple(tried.skipped))
+        gone, skipped = tried.gone, tried.skipped
         if gone and not skipped:
             run.tell_failure("restore", gone[0][0], gone[0][1], started)
             raise gone[0][1]
@@ -110,21 +169,27 @@ class Restorer:
 
     def one(
         self,
-        step: int,
+        asked: int | LogPoint,
         template: Any,
         items: Items | None,
         progress: Progress | None,
         service: Service,
     ) -> Restored:
-        """One step; as ``CheckpointManager.restore``."""
+        """One step, or point; as ``CheckpointManager.restore``."""
         started = time.perf_counter()
+        step = asked if isinstance(asked, int) else asked.step
         try:
+            choice = self._asked_for(asked)
             return self._from_any_copy(
-                step, lambda: self._restore(step, template, items, progress, service)
+                choice.step, lambda: self._restore(choice, template, items, progress, service)
             )
         except Exception as error:
             self._run.tell_failure("restore", step, error, started)
             raise
+
+    def points(self) -> list[LogPoint]:
+        """Full points, newest first; as ``CheckpointManager.points``."""
+        return [point for point in Logs(self._run.root.log_at).read().points() if point.full]
 
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
         """Rows of tables alone; as ``CheckpointManager.read``."""
@@ -155,12 +220,53 @@ class Restorer:
         run, items = self._run, OrbaxItems(self._run.root, {})
         return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
 
-    def _newest_but(self, skipped: set[int]) -> int | None:
-        """The newest step that process 0 finds, those skipped left out."""
+    def _newest_but(self, tried: _Tried, log: bool) -> _Choice | None:
+        """What process 0 finds to be the newest step, or point, but for those that were tried."""
         run = self._run
-        return run.among.of_first(
-            "choosing a step", lambda: max({*run.root.steps()} - skipped, default=None)
-        )
+
+        def find() -> Any:
+            steps = {*run.root.steps()} - tried.steps
+            way = None
+            if log and (history := Logs(run.root.log_at).read()).eras:
+                way = newest_way(history, self._ids(steps), tried.points)
+            if way is not None:
+                return way.step.step, _plain(way.point)
+            newest = max(steps, default=None)
+            return None if newest is None else (newest, None)
+
+        return _Choice.of(run.among.of_first("choosing a step", find))
+
+    def _asked_for(self, asked: int | LogPoint) -> _Choice:
+        """The step, or the point and the step below it, that process 0 finds."""
+        run = self._run
+
+        def find() -> Any:
+            steps = {*run.root.steps()}
+            if isinstance(asked, int) and asked in steps:
+                return asked, None
+            history = Logs(run.root.log_at).read()
+            found = [
+                point
+                for point in history.points()
+                if point.full and (point.step == asked or point == asked)
+            ]
+            if not found:
+                return (asked, None) if isinstance(asked, int) else None
+            way = newest_way(history, self._ids(steps), at=found[0].step)
+            return None if way is None else (way.step.step, _plain(way.point))
+
+        choice = _Choice.of(run.among.of_first(f"finding {asked}", find))
+        if choice is None:
+            raise StepNotFound(
+                f"{run.root}: expected {asked} and a step below it, found none that the log leads "
+                "from to there; points() lists the points"
+            )
+        return choice
+
+    def _ids(self, steps: set[int]) -> dict[int, SaveId]:
+        """Save ids of those steps whose manifests can be read."""
+        known = self._run.root.saves()
+        return {step: info.save_id for step in steps if (info := known.get(step)) is not None}
 
     def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
         """Reads a step; where a copy that is near turns out damaged, again from another one."""
@@ -173,11 +279,16 @@ class Restorer:
         return read()
 
     def _find(
-        self, step: int, template: Any, rows: RowRanges | None, service: Service
+        self,
+        step: int,
+        template: Any,
+        rows: RowRanges | None,
+        service: Service,
+        point: LogPoint | None = None,
     ) -> tuple[Found, float]:
         with self._run.among.together(f"finding step {step}"):
             self._run.root.await_readable(step)
-            found = self._steps.find(step, template, rows, service)
+            found = self._steps.find(step, template, rows, service, point)
         return found, time.perf_counter()
 
     def _load(
@@ -191,15 +302,17 @@ class Restorer:
 
     def _restore(
         self,
-        step: int,
+        choice: _Choice,
         template: Any,
         items: Items | None,
         progress: Progress | None,
         service: Service,
     ) -> Restored:
         run, started = self._run, time.perf_counter()
-        items = restore_args(items, self._extra, run.item)
-        found, found_at = self._find(step, template, None, service)
+        step, point = choice.number, choice.point
+        # A point has its own items, whatever was asked of a step.
+        items = None if point is not None else restore_args(items, self._extra, run.item)
+        found, found_at = self._find(choice.step, template, None, service, point)
         with contextlib.ExitStack() as held:
             loaded, read_at = self._load(found, progress, held)
             merged = loaded.tables
@@ -211,8 +324,11 @@ class Restorer:
                 with run.among.together(f"restoring items of step {step}"):
                     extra = self._steps.items(found, items, loaded.files)
                     found.check_stays()
+            if found.way is not None:
+                with run.among.together(f"restoring items of step {step}"):
+                    extra = replay.items_of(found.way)
         if not run.options.read_only:
-            self._go_on_from(found, merged, state, fresh, drawn)
+            self._go_on_from(found, loaded, state, fresh, drawn)
         seconds = self._tell(step, merged, started, found_at, read_at)
         return Restored(
             step=step,
@@ -221,17 +337,19 @@ class Restorer:
             items=extra,
             chain=tuple(info.save_id.step for info in merged.chain),
             skipped=(),
-            source=self._sources(merged),
+            source=self._sources(merged, point),
             service_error=loaded.problem,
             bytes_read=merged.bytes_read,
             seconds=seconds,
+            point=point,
         )
 
-    def _sources(self, merged: RestoredTables) -> tuple[str, ...]:
-        """Where each save of a chain was read."""
+    def _sources(self, merged: RestoredTables, point: LogPoint | None) -> tuple[str, ...]:
+        """Where each save of a chain was read, and the marks above it."""
+        log = () if point is None else ("log",)
         if merged.source != "storage":
-            return (merged.source,) * len(merged.chain)
-        return tuple(self._run.root.source_of(info.save_id) for info in merged.chain)
+            return (merged.source,) * len(merged.chain) + log
+        return *(self._run.root.source_of(info.save_id) for info in merged.chain), *log
 
     def _tell(
         self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
@@ -258,13 +376,17 @@ class Restorer:
     def _go_on_from(
         self,
         found: Found,
-        merged: RestoredTables,
+        loaded: Loaded,
         state: Any,
         fresh: TouchState | None,
         drawn: str,
     ) -> None:
         """Makes a restored step the parent of the next save, of the new run ``drawn``."""
-        run = self._run
+        run, merged = self._run, loaded.tables
+        continues = None
+        if found.way is not None:
+            point = found.way.point
+            continues = Continues(stretch=point.stretch, save_id=point.save_id)
         # Each process may have read another chain to the step; all decide from one.
         sizes = run.among.agree("what was read", [info.nbytes for info in merged.chain])
         layout = merged.layout
@@ -292,5 +414,7 @@ class Restorer:
             run=drawn,
             witness=witness,
             parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
+            replayed=None if loaded.replayed is None else loaded.replayed.rows,
+            continues=continues,
         )
         run.restored = found.step

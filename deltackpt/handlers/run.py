@@ -7,8 +7,9 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from deltackpt import events, processes
 from deltackpt.errors import OptionError
@@ -24,10 +25,52 @@ from deltackpt.save.apart import Meetings
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.state.choice import Tables
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks
 from deltackpt.tracking.fingerprints import RowTracker
 
 #: Opens the root, to be written or only read.
 OpenRoot = Callable[[bool], Steps]
+
+
+class Log(Protocol):
+    """What saves tell the log of a run; see ``log.recorder``."""
+
+    def begin(self, split: Split) -> None:
+        """Called before the first save or mark of a run: training goes on from here."""
+        ...
+
+    def check(self, split: Split, marks: Sequence[Marks]) -> None:
+        """Called before a save: compares what was logged with the stamps.
+
+        Raises:
+          TrackingError: rows were touched that no mark holds.
+        """
+        ...
+
+    def saved(self) -> None:
+        """Called once a save was begun: it covers all that was logged."""
+        ...
+
+    def distrust(self, reason: str) -> None:
+        """Rows changed that were not marked: no mark of the run can be restored any more."""
+        ...
+
+
+class NoLog:
+    """The ``Log`` of a manager that is only read."""
+
+    def begin(self, split: Split) -> None:
+        """See ``Log``."""
+
+    def check(self, split: Split, marks: Sequence[Marks]) -> None:
+        """See ``Log``."""
+
+    def saved(self) -> None:
+        """See ``Log``."""
+
+    def distrust(self, reason: str) -> None:
+        """See ``Log``."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +91,7 @@ class Run:
       meetings: where processes meet that do not see each other's directories.
       newest: the newest step, as process 0 found it at first; every committed one since.
       restored: the step that the next save goes on from, where it is not the newest one.
+      log: what is told of saves.
     """
 
     options: ManagerOptions
@@ -63,6 +107,7 @@ class Run:
     newest: int | None
     meetings: Meetings | None = None
     restored: int | None = None
+    log: Log = dataclasses.field(default_factory=NoLog)
 
     @classmethod
     def begin(
@@ -157,6 +202,8 @@ class Run:
         if newest is not None and parent is not None:
             # A save that was told to have failed may stand all the same.
             newest = max(newest, parent.step)
+        if (point := self.lineage.continues) is not None:
+            newest = max(newest or 0, point.save_id.step)
         if newest is None or step > newest:
             return
         if self.restored is None and self.among.count == 1:

@@ -149,7 +149,11 @@ class Saver:
             # Looked at only then: reading the clocks waits for the step that computes them.
             self._go_back(split, arguments.touched)
         run.check_above(step)
+        if run.tracker is None:
+            marks = Embeddings(split=split, touched=arguments.touched).marks
+            run.log.check(split, marks)
         run.roll_back(step)
+        run.log.begin(split)
         run.held.begin(run.lineage.goes_on, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
@@ -165,6 +169,7 @@ class Saver:
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
             raise
         flight = self._hand_over(step, attempt, items, pending, arguments, started)
+        run.log.saved()
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
             with run.workers.pace.lifted():
                 self._wait_released(pending, step)
@@ -336,6 +341,7 @@ class Saver:
         step = pending.intent.save_id.step
         if pending.doubt is not None:
             events.warn(f"step {step} is saved as a base, since {pending.doubt}")
+            self._run.log.distrust(pending.doubt)
         elif pending.intent.stands_still and not self._told_stands_still:
             self._told_stands_still = True
             events.warn(
@@ -457,6 +463,7 @@ class Saver:
             run.lineage.failed(flight.pending.intent.save_id)
         if isinstance(cause, DeltackptError) and cause.leaves_doubt:
             run.lineage.distrust(f"the touched rows of step {flight.step} were wrong")
+            run.log.distrust(f"the touched rows of step {flight.step} were wrong")
         # Others may not have seen its notes yet: it is removed once another save was committed.
         self._leftovers.append(flight.temporary)
         if not flight.told:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from deltackpt.events import Event
+from deltackpt.format import names
 from deltackpt.format.manifest import BaseRef, SaveId
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.steps import Steps
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import Spot, spot
 
 
 class Held(Steps, abc.ABC):
@@ -42,6 +43,11 @@ class Held(Steps, abc.ABC):
     def step_dir(self, step: int) -> Path:
         """Where a step is made visible by a rename; it need not be read from there."""
         return self.path / str(step)
+
+    @property
+    def log_at(self) -> Spot:
+        """See ``Steps``: where saves are made."""
+        return spot(self.path) / names.LOG
 
     @abc.abstractmethod
     def check_lease(self, *, ask: bool = False) -> None:

@@ -49,6 +49,11 @@ class Steps:
     def __str__(self) -> str:
         return str(self.spot)
 
+    @property
+    def log_at(self) -> Spot:
+        """Where the log between the steps is."""
+        return self.spot / names.LOG
+
     def at(self, step: int) -> Spot:
         """Where a step stands, if it is committed."""
         return self.spot / str(step)

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from deltackpt.errors import OptionError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
-    """An interval between saves, in seconds, and why."""
+    """An interval between saves, in seconds, and why.
+
+    Attributes:
+      interval_secs: the interval.
+      reason: what it follows from.
+      every_steps: the same in training steps; None where their duration was not given.
+    """
 
     interval_secs: float
     reason: str
+    every_steps: int | None = None
 
 
 def advise_interval(
@@ -43,27 +51,44 @@ def advise_interval(
     Raises:
       OptionError: an argument is not a positive finite number, or the budget is not below 1.
     """
-    for name, value in (
-        ("stall_secs", stall_secs),
-        ("persist_secs", persist_secs),
-        ("mtbr_secs", mtbr_secs),
-        ("max_overhead", max_overhead),
-    ):
-        if not (math.isfinite(value) and value > 0):
-            raise OptionError(f"{name}: expected a positive finite number, found {value}")
-    if max_overhead >= 1:
-        raise OptionError(f"max_overhead: expected a fraction below 1, found {max_overhead}")
-    candidates = {
-        f"Daly's optimum for a stall of {stall_secs:g} s and a restart every {mtbr_secs:g} s": (
-            _daly(stall_secs, mtbr_secs)
-        ),
-        f"the budget of {max_overhead:.2%} for a stall of {stall_secs:g} s": (
-            stall_secs / max_overhead
-        ),
-        f"a save is durable only after {persist_secs:g} s": persist_secs,
-    }
+    positive(stall_secs=stall_secs, persist_secs=persist_secs, mtbr_secs=mtbr_secs)
+    fraction(max_overhead=max_overhead)
+    return longest(
+        {
+            f"Daly's optimum for a stall of {stall_secs:g} s and a restart every {mtbr_secs:g} s": (
+                _daly(stall_secs, mtbr_secs)
+            ),
+            f"the budget of {max_overhead:.2%} for a stall of {stall_secs:g} s": (
+                stall_secs / max_overhead
+            ),
+            f"a save is durable only after {persist_secs:g} s": persist_secs,
+        }
+    )
+
+
+def longest(candidates: Mapping[str, float]) -> Advice:
+    """The advice that keeps them all: an optimum, and bounds that it must not fall below.
+
+    Args:
+      candidates: seconds by the reason for them.
+    """
     reason = max(candidates, key=lambda name: candidates[name])
     return Advice(interval_secs=candidates[reason], reason=reason)
+
+
+def positive(**arguments: float) -> None:
+    """Refuses arguments that are not positive finite numbers, by name (``OptionError``)."""
+    for name, value in arguments.items():
+        if not (math.isfinite(value) and value > 0):
+            raise OptionError(f"{name}: expected a positive finite number, found {value}")
+
+
+def fraction(**arguments: float) -> None:
+    """Refuses arguments that are not above 0 and below 1, by name (``OptionError``)."""
+    positive(**arguments)
+    for name, value in arguments.items():
+        if value >= 1:
+            raise OptionError(f"{name}: expected a fraction below 1, found {value}")
 
 
 def _daly(stall_secs: float, mtbr_secs: float) -> float:

@@ -65,7 +65,7 @@ class FrameAt(NamedTuple):
         Raises:
           Damaged: it is missing or altered.
         """
-        body = memoryview(np.empty(self.body_bytes, np.uint8)).cast("B")
+        body = np.empty(self.body_bytes, np.uint8).data
         with self.segment.missing_is_damage(self.name):
             self.segment.store.read_into(self.segment.key, self.start, [body])
         frames.check_body(body, self.head_crc32c, self.body_crc32c, self.name)

@@ -390,4 +390,4 @@ def undiffered(data: memoryview, before: memoryview, itemsize: int, name: str) -
         raise Damaged(name, f"a difference of {nbytes} bytes", f"{len(plain)} bytes")
     planes = np.frombuffer(plain, np.uint8).reshape(itemsize, -1)
     found = np.ascontiguousarray(planes.T).reshape(-1)
-    return memoryview(np.bitwise_xor(found, np.frombuffer(before, np.uint8)))
+    return np.bitwise_xor(found, np.frombuffer(before, np.uint8)).data

@@ -214,13 +214,14 @@ class Logs:
         Args:
           at: the folder of the heads.
         """
-        self._at = at
+        #: The folder of the heads.
+        self.at = at
         self._heads: dict[int, StretchHead] = {}
         self._logs: dict[tuple[int, int], ProcessLog] = {}
 
     def numbers(self) -> list[int]:
         """Numbers of all stretches, newest first; those whose heads cannot be read, too."""
-        found = map(names.stretch_number, self._at.names())
+        found = map(names.stretch_number, self.at.names())
         return sorted((number for number in found if number is not None), reverse=True)
 
     def head(self, stretch: int) -> StretchHead:
@@ -231,7 +232,7 @@ class Logs:
           FormatTooNew: a later version of deltackpt wrote it.
         """
         if stretch not in self._heads:
-            place = self._at / names.stretch_name(stretch)
+            place = self.at / names.stretch_name(stretch)
             shown = place.shown()
             found = stretches.from_bytes(place.read(shown), name=shown)
             if found.stretch != stretch:
@@ -242,7 +243,7 @@ class Logs:
 
     def segments_of(self, head: StretchHead) -> Spot:
         """The folder of a stretch's logs."""
-        at = self._at if head.directory is None else spot(head.directory)
+        at = self.at if head.directory is None else spot(head.directory)
         return at / str(head.stretch)
 
     def read(self) -> History:
@@ -304,7 +305,7 @@ def newest_way(
     Args:
       history: of the logs.
       steps: committed steps, by number.
-      skipped: points that are not to be taken.
+      skipped: marks that are damaged: neither their points nor later ones of the run are taken.
       at: the step of the point that is wanted; by default the newest.
 
     Returns:
@@ -312,7 +313,9 @@ def newest_way(
     """
     newest = max(steps, default=None)
     for point in history.points():
-        if not point.full or point.save_id in skipped or (at is not None and point.step != at):
+        if not point.full or (at is not None and point.step != at):
+            continue
+        if any(one.run == point.save_id.run and one <= point.save_id for one in skipped):
             continue
         if at is None and newest is not None and point.step <= newest:
             return None

@@ -12,13 +12,74 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.storage import digests
+from deltackpt.format import names
+from deltackpt.reading.replay import LoggedDense
+from deltackpt.storage import digests, ocdbt
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.ocdbt import Value
 
 _MEMORY = Path("/dev/shm")
+
+
+class ItemFiles(Protocol):
+    """Items of a step that need not be read from storage."""
+
+    def __contains__(self, item: str) -> bool:
+        """Whether there is an item of that name."""
+        ...
+
+    def folder(self, item: str) -> Path:
+        """A folder with the files of an item, and no others."""
+        ...
+
+
+class LoggedFiles:
+    """The dense leaves of a mark, as the item of a step that they would be."""
+
+    def __init__(self, logged: LoggedDense):
+        """Writes nothing yet.
+
+        Args:
+          logged: of the mark.
+        """
+        self._logged = logged
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __contains__(self, item: str) -> bool:
+        return item == names.DENSE_ITEM
+
+    def folder(self, item: str) -> Path:
+        """See ``ItemFiles``.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
+        if self._folder is None:
+            logged = self._logged
+            nbytes = sum(value.nbytes for value in logged.values.values())
+            place = _place(2 * nbytes)
+            self._folder = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
+            folder = Path(self._folder.name, item)
+            batch = FileBatch(Path(self._folder.name), fsync=False)
+            batch.make(folder)
+            plain = {key: np.frombuffer(data, np.uint8) for key, data in logged.values.items()}
+            ocdbt.write(folder, [Value(key, data) for key, data in plain.items()], batch)
+            for name, data in logged.files.items():
+                path = folder / name
+                batch.make(path.parent)
+                batch.write(path, bytes(data))
+            batch.force()
+        return Path(self._folder.name, item)
+
+    def close(self) -> None:
+        """Removes the folder."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class StepFiles:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from deltackpt import processes
 from deltackpt.errors import (
+    DamagedLog,
     ServiceError,
     ServiceUnavailable,
     TemplateMismatch,
@@ -26,13 +27,15 @@ from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import bounds, reader, saves
+from deltackpt.reading import bounds, reader, replay, saves
 from deltackpt.reading.reader import Progress, RestoredTables
+from deltackpt.reading.replay import Replayed
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.targets import Wanted, wanted_rows
+from deltackpt.reading.stretches import LogPoint, Logs, Way
+from deltackpt.reading.targets import Wanted, targets_of, wanted_rows
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
-from deltackpt.restore.step_files import StepFiles
+from deltackpt.restore.step_files import ItemFiles, LoggedFiles, StepFiles
 from deltackpt.state import marks, tables, touch_state
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
@@ -53,7 +56,7 @@ class ItemReader(Protocol):
     """Reads what lies beside the tables. All processes make the same calls in the same order."""
 
     def dense(
-        self, step: int, abstract: dict[str, Any] | None, files: StepFiles | None = None
+        self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
     ) -> dict[str, Any]:
         """Dense leaves of a committed step.
 
@@ -69,7 +72,7 @@ class ItemReader(Protocol):
         """
         ...
 
-    def items(self, step: int, items: Items, files: StepFiles | None = None) -> Mapping[str, Any]:
+    def items(self, step: int, items: Items, files: ItemFiles | None = None) -> Mapping[str, Any]:
         """Further items of a committed step, which it has.
 
         Raises:
@@ -91,6 +94,7 @@ class Found:
       expected: the template's parts.
       wanted: of the tables; None for all.
       dense: whether dense leaves are restored too.
+      way: marks of a log that lead from the step to a point; None where the step is wanted.
     """
 
     step: int
@@ -101,6 +105,7 @@ class Found:
     expected: Split | None
     wanted: Wanted | None
     dense: bool
+    way: Way | None = None
 
     def check_stays(self, *others: SaveId) -> None:
         """Checks that the step is still the save that was found, wherever parts of it came from.
@@ -125,12 +130,14 @@ class Loaded:
       dense: leaves that are neither.
       problem: why nothing came from a source.
       files: what a source gave of the step beside its tables.
+      replayed: what was read of a log.
     """
 
     tables: RestoredTables
     dense: dict[str, Any]
     problem: ServiceError | None
-    files: StepFiles | None
+    files: ItemFiles | None
+    replayed: Replayed | None = None
 
 
 class StepReader:
@@ -163,7 +170,14 @@ class StepReader:
         self._share = share
         self._service_secs = service_secs
 
-    def find(self, step: int, template: Any, rows: RowRanges | None, service: Service) -> Found:
+    def find(
+        self,
+        step: int,
+        template: Any,
+        rows: RowRanges | None,
+        service: Service,
+        point: LogPoint | None = None,
+    ) -> Found:
         """A step, its chain unless it may come from a service, and what is wanted of it.
 
         Checks this process's share of the step's files, unless a source may have them.
@@ -173,6 +187,7 @@ class StepReader:
           template: the state's structure; None for numpy arrays.
           rows: read only these, without dense leaves.
           service: what may have the tables in memory.
+          point: of the log, to be restored by way of the step.
 
         Raises:
           RestoreError: what is wrong with the step, or with what was asked for.
@@ -193,7 +208,20 @@ class StepReader:
                 wanted = placing.wanted_of(expected.fields)
             if rows is None and source is None:
                 self._root.check_step_files(step_dir, self._share)
-        return Found(step, target, chain, source, problem, expected, wanted, dense=rows is None)
+        way = None if point is None else self._way(point, target.info.save_id)
+        whole = rows is None
+        return Found(step, target, chain, source, problem, expected, wanted, dense=whole, way=way)
+
+    def _way(self, point: LogPoint, step: SaveId) -> Way:
+        found = Logs(self._root.log_at).read().way(point, step)
+        if found is None:
+            raise DamagedLog(
+                str(self._root.log_at),
+                f"marks from step {step.step} to {point}",
+                "that some are missing",
+                mark=point.save_id,
+            )
+        return found
 
     def load(
         self,
@@ -218,6 +246,10 @@ class StepReader:
             if files is None and found.dense and found.source is not None:
                 # ``find`` left all of it to the source, and other processes may have it from there.
                 self._root.check_step_files(found.target.step_dir)
+            if found.way is not None and found.target.layout.dense:
+                of_point = LoggedFiles(replay.dense_of(found.way))
+                held.callback(of_point.close)
+                files = of_point
             # Orbax mostly waits for its own threads, and the merge for memory.
             with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
                 leaves = pool.submit(self._dense, found, files)
@@ -225,11 +257,15 @@ class StepReader:
                     merged = self._from_storage(found, progress)
                 elif progress is not None:
                     progress(merged.bytes_read, merged.bytes_read)
+                replayed = None
+                if found.way is not None:
+                    targets = targets_of(merged.buffers, merged.layout)
+                    replayed = replay.replay(found.way, targets, merged.layout)
                 dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
-        return Loaded(merged, dense, problem, files)
+        return Loaded(merged, dense, problem, files, replayed)
 
-    def items(self, found: Found, items: Items, files: StepFiles | None) -> dict[str, Any]:
+    def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, Any]:
         """Further items of a step, by name.
 
         Args:
@@ -311,10 +347,11 @@ class StepReader:
         chain = found.saves or saves.read_chain(found.target.step_dir, self._item)
         return reader.restore_tables(chain, wanted=found.wanted, progress=progress)
 
-    def _dense(self, found: Found, files: StepFiles | None) -> dict[str, Any]:
+    def _dense(self, found: Found, files: ItemFiles | None) -> dict[str, Any]:
         if not found.dense or not found.target.layout.dense:
             return {}
-        saves.check_dense(found.target)
+        if found.way is None:
+            saves.check_dense(found.target)
         abstract = None if found.expected is None else found.expected.dense
         return self._others.dense(found.step, abstract, files)
 

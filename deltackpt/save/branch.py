@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import (
@@ -18,6 +21,7 @@ from deltackpt.format.manifest import (
     RollingShare,
     SaveId,
 )
+from deltackpt.format.stretches import Continues
 from deltackpt.policy import History
 from deltackpt.save.clocks import Clocks
 from deltackpt.state.touch_state import UNKNOWN
@@ -69,6 +73,11 @@ class Known:
     total_bytes: int = 0
     chain_length: int = 0
     witness: Any = None
+    #: Table name to the numbers of rows that a restore took from a log instead: every delta that is
+    #: taken against this save holds them, too, since no stamp says so.
+    replayed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    #: The point of a log that training was restored at, with this save below it.
+    continues: Continues | None = None
 
 
 @dataclasses.dataclass(kw_only=True)

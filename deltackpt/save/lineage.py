@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, names
@@ -31,6 +32,7 @@ from deltackpt.format.manifest import (
     RollingShare,
     SaveId,
 )
+from deltackpt.format.stretches import Continues
 from deltackpt.ledger.held import Held
 from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
 from deltackpt.reading import saves
@@ -59,6 +61,8 @@ class Intent:
       stands_still: whether no clock has moved since the parent.
       parents: see ``Manifest.parents``.
       rolling: the share of all rows that a delta of a rolling base holds.
+      replayed: of a delta, table name to the numbers of rows that it holds besides the touched
+        ones, since a restore took them from a log: see ``Known.replayed``.
     """
 
     kind: Kind
@@ -73,6 +77,7 @@ class Intent:
     stands_still: bool = False
     parents: tuple[str, ...] = ()
     rolling: RollingShare | None = None
+    replayed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class Lineage:
@@ -187,6 +192,7 @@ class Lineage:
             stands_still=False,
             parents=(),
             rolling=None,
+            replayed={},
         )
 
     def witnessed(self, save_id: SaveId, witness: Any) -> None:
@@ -252,6 +258,41 @@ class Lineage:
         return None if previous is None else previous.info.save_id
 
     @property
+    def continues(self) -> Continues | None:
+        """The point of a log that training was restored at, until a save of it is committed."""
+        with self._lock:
+            self._settle()
+            previous = self._branch.previous
+            return None if previous is None else previous.continues
+
+    @property
+    def restores(self) -> int:
+        """How often training has been restored."""
+        return self._branch.restores
+
+    @property
+    def newest_known(self) -> Known | None:
+        """The newest save, whether it is committed or in flight; None where there is none."""
+        with self._lock:
+            self._settle()
+            return self._branch.in_flight or self._branch.previous
+
+    @property
+    def newest_committed(self) -> SaveId | None:
+        """The newest save that is known to be committed, or was restored; None without any."""
+        with self._lock:
+            self._settle()
+            previous = self._branch.previous
+            return None if previous is None else previous.info.save_id
+
+    def is_committed(self, save_id: SaveId) -> bool:
+        """Whether the save that is told of is the newest one, and stands."""
+        with self._lock:
+            self._settle()
+            previous = self._branch.previous
+            return previous is not None and previous.info.save_id == save_id
+
+    @property
     def policy(self) -> BaseOrDelta:
         """What decides between base and delta."""
         return self._policy
@@ -298,6 +339,8 @@ class Lineage:
         run: str | None = None,
         witness: Any = None,
         parents: tuple[str, ...] = (),
+        replayed: Mapping[str, np.ndarray] | None = None,
+        continues: Continues | None = None,
     ) -> None:
         """Starts a new run at a restored step: the parent of what follows.
 
@@ -314,6 +357,8 @@ class Lineage:
           run: id of the new run; several processes must have agreed on it.
           witness: sampled rows as they were restored.
           parents: step directories of its parents, nearest first.
+          replayed: table name to the numbers of rows that were taken from a log instead.
+          continues: the point of the log that these rows led to.
         """
         with self._lock:
             self._leave(Branch(run=run or new_run(), restores=restores + 1))
@@ -328,6 +373,8 @@ class Lineage:
                     chain_length=len(sizes) - 1,
                     witness=witness,
                     parents=parents[: manifest.MOST_PARENTS],
+                    replayed=replayed or {},
+                    continues=continues,
                 ),
                 sizes[0],
             )
@@ -468,7 +515,9 @@ def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores:
         restores=restores,
         witness=parent.witness,
         seen={now.place: then for now, then in seen_at.items() if then is not None},
+        replayed=parent.replayed,
         stands_still=info.save_id.step > parent.info.save_id.step
+        and not parent.replayed
         and all(then and now.clock == then.clock for now, then in seen_at.items()),
     )
 

@@ -7,7 +7,7 @@ are stored once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -90,8 +90,8 @@ class Sources:
         """
         segments, touched_rows = [], touched or self.stamps.touched
         for group, (columns, spans), fields in self.by_rows():
-            always = {spec.name for spec in group.fields if spec.always}
-            complete = fields if whole else _only(fields, always)
+            unmarked = {spec.name for spec in group.fields if spec.always}
+            complete = fields if whole else _only(fields, unmarked)
             changed = {name: field for name, field in fields.items() if name not in complete}
             for chosen, is_whole in ((complete if whole or always else {}, True), (changed, False)):
                 if not chosen:
@@ -124,3 +124,44 @@ def _without(rows: np.ndarray, share: range | Ranges) -> np.ndarray:
 
 def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, FieldSource]:
     return {name: field for name, field in fields.items() if name in names}
+
+
+def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layout) -> TouchedRows:
+    """The touched rows, and others.
+
+    Args:
+      touched: what gives the touched ones.
+      rows: table name to the numbers of the others, int64 ascending.
+      layout: tables and groups.
+    """
+    further = virtual_rows(rows, layout)
+    if not further:
+        return touched
+
+    def joined(group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        found = touched(group, spans)
+        more = within(further[group], spans) if group in further else found[:0]
+        return np.union1d(found, more) if len(more) else found
+
+    return joined
+
+
+def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
+    """Group to the virtual rows, int64 ascending, that some rows of its tables are.
+
+    Args:
+      rows: table name to row numbers, int64 ascending.
+      layout: tables and groups; tables that it does not have are passed over.
+    """
+    found: dict[str, list[np.ndarray]] = {}
+    for table in sorted(layout.tables, key=lambda table: table.offset):
+        held = rows.get(table.name)
+        if held is not None and len(held):
+            found.setdefault(table.group, []).append(held + np.int64(table.offset))
+    return {group: np.concatenate(parts) for group, parts in found.items()}
+
+
+def within(rows: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
+    """Those of some rows, ascending, that are in spans."""
+    parts = [rows[blocks.row_slice(rows, *span)] for span in spans]
+    return np.concatenate(parts) if parts else rows[:0]

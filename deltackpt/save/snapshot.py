@@ -27,7 +27,7 @@ from deltackpt.save.extract import SegmentSource
 from deltackpt.save.flight import Embeddings, PendingSave
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan, Plans
-from deltackpt.save.selection import Sources
+from deltackpt.save.selection import Sources, including
 from deltackpt.save.taken import CopiedRows, HeldRows
 from deltackpt.state.marks import match_marks
 from deltackpt.state.tables import Split
@@ -76,7 +76,10 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             shared_stamps = sources.stamps.shared(intent.since)
         elif intent.kind == "delta" and faults is not None:
             intent = lineage.as_base(intent, faults)
-        segments = sources.segments(whole=intent.kind == "base", rolling=intent.rolling)
+        touched = including(sources.stamps.touched, intent.replayed, split.layout)
+        segments = sources.segments(
+            whole=intent.kind == "base", rolling=intent.rolling, touched=touched
+        )
         if intent.kind == "delta" and processes.count() == 1:
             ahead = _expected_bytes(split, segments, intent)
             if (reason := too_large(lineage.policy, *ahead)) is not None:
@@ -87,7 +90,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
         if intent.kind == "delta" and staging.fits(nbytes):
-            rows = CopiedRows(segments, lambda one: _codecs_of(plans[one.kind][one.group]), staging)
+            rows = CopiedRows(segments, lambda one: codecs_of(plans[one.kind][one.group]), staging)
         else:
             rows = HeldRows(segments)
     except BaseException:
@@ -159,7 +162,8 @@ def _expected_bytes(
     return delta_bytes, base_bytes
 
 
-def _codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
+def codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
+    """Field name to the codec that is tried first."""
     return {field: codecs.get(choice.codec) for field, choice in plan.items()}
 
 

@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorder: the log of one manager, from the training thread's side.
+
+It knows since when the next mark's rows are, and what the marks lead down to: the step or point
+that was restored, or a save of the run. A *stretch* begins with the first save or mark after a
+start or a restore, by a head that process 0 writes; also in a run that keeps no log, where there is
+one: what training left is dead from then on.
+
+Calls are counted on all processes alike, those that take nothing too: the number is the mark's, and
+says whether it is full. So a process that fails makes a point void, and never the next.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from deltackpt import events
+from deltackpt.errors import OptionError, StorageError, TrackingError
+from deltackpt.format.manifest import SaveId
+from deltackpt.handlers.run import Run
+from deltackpt.log import taking, trimming
+from deltackpt.log.batch import Item, items_of
+from deltackpt.log.logged_rows import LoggedRows
+from deltackpt.log.stretch import Stretch, write_head
+from deltackpt.log.taking import Rows
+from deltackpt.log.writer import LogWriter
+from deltackpt.options import LogOptions
+from deltackpt.outcomes import Logged
+from deltackpt.reading.stretches import LogPoint, Logs
+from deltackpt.resources.staging import Staging
+from deltackpt.save import snapshot
+from deltackpt.save.branch import Known, doubt, settled
+from deltackpt.save.clocks import Clocks, clocks_seen
+from deltackpt.save.flight import Embeddings, base_bytes
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
+
+#: A log of some such bases is replayed before anybody waits for it.
+_LEAST_BASE_BYTES = 16 << 20
+#: Failures in a row after which a step is saved.
+_FAILURES = 2
+
+
+class Due(NamedTuple):
+    """A step that is to be saved in the place of a mark, and why."""
+
+    reason: str
+
+
+class Call(NamedTuple):
+    """What ``log()`` was given beside state and step; see ``CheckpointManager.log``."""
+
+    touched: TouchState | None
+    ids: Mapping[str, Any] | None
+    items: Mapping[str, Any] | None
+    full: bool | None
+    started: float
+
+
+@dataclasses.dataclass(eq=False)
+class _Chain:
+    """What the next mark goes on from.
+
+    Attributes:
+      last: a save of the run, or the restored one, with the clocks of the newest batch in the place
+        of its own: the next rows are since these.
+      root: what the first mark's rows are since; None once that is written.
+      anchor: the save, or point, that the marks lead down to.
+      committed: whether that is known to stand.
+    """
+
+    last: Known
+    root: SaveId | None
+    anchor: SaveId
+    committed: bool
+
+
+class Recorder:
+    """Takes marks and hands them to the writer; used by one thread at a time."""
+
+    def __init__(self, run: Run):
+        """Writes nothing yet.
+
+        Args:
+          run: the manager's run.
+
+        Raises:
+          OptionError: the log would be where the other processes do not see it.
+        """
+        self._run = run
+        self._options = run.options.log
+        if self._options is not None and run.held.apart and not self._options.backend.directory:
+            raise OptionError(
+                "LogOptions.backend: expected a directory that all processes see, found a stage of "
+                "their own for each (Tiers(shared=False)); give LocalLog(directory=...)"
+            )
+        self._logs = Logs(run.held.log_at)
+        self._stretch: Stretch | None = None
+        self._chain: _Chain | None = None
+        #: The run of which it is all; another one after a restore.
+        self._of_run = ""
+        #: Whether the head of the run was written, or none is needed.
+        self._begun = False
+        #: Why no more marks are taken in this run; None while they are.
+        self._ended: str | None = None
+        #: How many times ``log`` was called.
+        self._calls = 0
+        self._newest_step = -1
+        self._given_rows = LoggedRows()
+        self._bytes_at_step = 0
+        self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
+        self._trimming: Future[None] | None = None
+        self._staging = Staging((self._options or LogOptions()).buffer_bytes)
+
+    @property
+    def _writer(self) -> LogWriter | None:
+        return None if self._stretch is None else self._stretch.writer
+
+    # Marks.
+
+    def log(self, step: int, split: Split, call: Call) -> Logged | Due:
+        """Takes a mark; as ``CheckpointManager.log``.
+
+        Args:
+          step: the training step.
+          split: the state.
+          call: what else was given.
+
+        Returns:
+          What was taken; or that a step must be saved.
+        """
+        options = self._options
+        assert options is not None
+        self._follow_run()
+        self._calls += 1
+        number = self._calls
+        items = items_of(call.items)
+        rows = None if call.ids is None else taking.rows_of(call.ids, split)
+        self._check_above(step)
+        chain: _Chain | None = None
+        try:
+            reason = self._tell(options)
+            marks = self._marks(split, call.touched)
+            clocks = snapshot.clocks_of(split, marks)
+            reason = reason or self._why_not(split, clocks)
+            if reason is not None:
+                return Due(reason)
+            if self._ended is not None:
+                return self._logged(step, None, f"skipped: {self._ended}", call.started)
+            self.begin(split)
+            full = call.full
+            if full is None:
+                full = options.dense != "soft" and number % options.dense_every == 0
+            full = full or not split.layout.dense
+            if not self._take(step, number, split, marks, rows, items, full, call.started):
+                reason = "skipped: the buffer is full; the next call takes these rows too"
+                return self._logged(step, None, reason, call.started)
+            chain = self._chain
+        finally:
+            if chain is None and rows is not None and self._stretch is not None:
+                # No stamp is looked at where the caller says what was touched.
+                self._stretch.writer.owe(rows)
+        assert chain is not None
+        if rows is not None:
+            self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
+        else:
+            self._given_rows.forget()
+        moved = settled(clocks, chain.last)
+        chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
+        chain.root, self._newest_step = None, step
+        kind = "full" if full else "soft"
+        return self._logged(step, kind, f"{kind}: rows since the mark before", call.started)
+
+    def _take(
+        self,
+        step: int,
+        number: int,
+        split: Split,
+        marks: Sequence[Marks],
+        rows: Rows | None,
+        items: Sequence[Item],
+        full: bool,
+        started: float,
+    ) -> bool:
+        """Hands a batch to the writer; returns whether there was room for it."""
+        options, stretch, chain = self._options, self._stretch, self._chain
+        assert options is not None and stretch is not None and chain is not None
+        assert chain.last.settled is not None
+        writer = stretch.writer
+        owed = writer.take_owed()
+        try:
+            segments = taking.segments_of(
+                split,
+                marks,
+                since=clocks_seen(snapshot.clocks_of(split, marks), chain.last.settled),
+                rows=rows,
+                owed=owed,
+                always=full,
+                staging=self._staging,
+            )
+            nbytes = sum(one.nbytes for one in segments)
+            if not writer.has_room(nbytes):
+                if options.when_full == "coalesce":
+                    writer.owe(owed)
+                    return False
+                writer.wait_room(nbytes)
+            batch = taking.take(
+                SaveId(stretch.head.run, step, number),
+                split,
+                segments,
+                full=full,
+                items=items,
+                codec=options.codec,
+                restores=self._run.lineage.restores,
+                process=self._run.among.index,
+                staging=self._staging,
+                started=started,
+            )
+        except BaseException:
+            writer.owe(owed)
+            raise
+        batch.blocked_secs = time.perf_counter() - started
+        writer.submit(batch, chain.root)
+        return True
+
+    def _marks(self, split: Split, touched: TouchState | None) -> tuple[Marks, ...]:
+        tracker = self._run.tracker
+        if tracker is None:
+            return Embeddings(split=split, touched=touched).marks
+        if touched is not None:
+            raise OptionError(
+                'touched: expected none with tracking="fingerprints", which finds the rows by '
+                'itself, found a TouchState; leave it out, or use tracking="marks"'
+            )
+        found = tracker.look(split.fields, split.layout)
+        return Embeddings(split=split, touched=found).marks
+
+    def _check_above(self, step: int) -> None:
+        newest = self._newest_step
+        known = self._run.lineage.newest_known
+        if known is not None:
+            below = known.info.save_id if known.continues is None else known.continues.save_id
+            newest = max(newest, below.step - (known.continues is None))
+        if step <= newest:
+            raise OptionError(
+                f"step {step}: expected a step above {newest}, the newest that was logged or "
+                "restored, found an older or equal one; log each step once"
+            )
+
+    def _why_not(self, split: Split, clocks: Clocks) -> str | None:
+        """Why a step must be saved first; None where a mark can be taken.
+
+        All processes find the same: it depends on nothing that differs between them.
+        """
+        if any(clock_exhausted(reading.clock) for reading in clocks.readings):
+            return "the clock is exhausted"
+        reason = "there is no step, and no point, that a mark could go on from"
+        if self._chain is not None:
+            reason = self._unfit(self._chain.last, split, clocks)
+        if reason is not None and (known := self._run.lineage.newest_known) is not None:
+            # It may be newer than what the marks go on from.
+            reason = self._unfit(known, split, clocks)
+            if reason is None:
+                self._root_at(known)
+        if reason is None and self._run.among.count == 1 and self._is_long(split):
+            return "the log has grown to LogOptions.most_bytes"
+        return reason
+
+    def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
+        if known.layout != split.layout:
+            return "the tables are not those of the step below"
+        return doubt(clocks, known)
+
+    def _is_long(self, split: Split) -> bool:
+        options, writer = self._options, self._writer
+        if options is None or writer is None:
+            return False
+        grown = writer.bytes_written - self._bytes_at_step
+        base = base_bytes(split.layout.groups) + writer.dense_bytes
+        return grown > options.most_bytes * max(base, _LEAST_BASE_BYTES)
+
+    def _root_at(self, known: Known) -> None:
+        """The next mark goes on from a save, or from the point that was restored above it."""
+        anchor = known.info.save_id if known.continues is None else known.continues.save_id
+        committed = known.continues is not None or self._run.lineage.is_committed(anchor)
+        if self._chain is not None and self._chain.last.layout != known.layout:
+            self._begun = False  # The head says what the tables are.
+        self._chain = _Chain(last=known, root=anchor, anchor=anchor, committed=committed)
+
+    def _tell(self, options: LogOptions) -> str | None:
+        """Tells what has happened in the background; returns why a step must be saved."""
+        writer = self._writer
+        if writer is None:
+            return None
+        while writer.reports:
+            events.emit(writer.reports.popleft(), self._run.sinks)
+        if writer.fenced is not None:
+            raise writer.fenced
+        failure = writer.take_failure()
+        if failure is None:
+            return None
+        for step in failure.steps:
+            self._run.tell_failure("log", step, failure.cause, failure.since)
+        if options.on_failure == "raise":
+            raise failure.error() from failure.cause
+        if writer.failures >= _FAILURES and self._run.among.count == 1:
+            return f"the log has failed again: {failure.cause}"
+        events.warn(str(failure.error()))
+        return None
+
+    def _logged(self, step: int, kind: Any, reason: str, started: float) -> Logged:
+        return Logged(
+            step=step,
+            kind=kind,
+            reason=reason,
+            blocked_secs=time.perf_counter() - started,
+            recovery=self.recovery(),
+        )
+
+    # What is durable.
+
+    def recovery(self, *, fresh: bool = False) -> LogPoint | int | None:
+        """What a restore would find now, as far as is known: the newest point, or step.
+
+        Args:
+          fresh: whether other processes are asked how far they are, however lately they were.
+        """
+        step = None if not self._committed else self._committed[-1].step
+        stretch, chain = self._stretch, self._chain
+        point = None
+        if stretch is not None and chain is not None and self._anchored(chain):
+            point = stretch.newest_point(fresh=fresh)
+        if point is not None and (step is None or point.step > step):
+            return point
+        return step
+
+    def _anchored(self, chain: _Chain) -> bool:
+        if not chain.committed:
+            chain.committed = self._run.lineage.is_committed(chain.anchor)
+        return chain.committed
+
+    def wait(self, timeout_secs: float) -> LogPoint | int | None:
+        """Returns when all marks of this process are durable; as ``wait_logged``.
+
+        Raises:
+          WaitTimeout: they are not within that time.
+          LogFailed: some could not be made durable.
+          FencedError: the root is another's.
+        """
+        writer = self._writer
+        if writer is not None:
+            writer.wait(timeout_secs)
+            failure = writer.take_failure()
+            if writer.fenced is not None:
+                raise writer.fenced
+            if failure is not None:
+                for step in failure.steps:
+                    self._run.tell_failure("log", step, failure.cause, failure.since)
+                raise failure.error() from failure.cause
+            while writer.reports:
+                events.emit(writer.reports.popleft(), self._run.sinks)
+        return self.recovery(fresh=True)
+
+    def close(self) -> None:
+        """Ends the writer once all marks are durable, or have failed."""
+        if self._stretch is not None:
+            self._stretch.writer.close()
+
+    # What saves tell; see ``handlers.run.Log``.
+
+    def begin(self, split: Split) -> None:
+        """See ``Log``: writes the head of a stretch where there is none of this run.
+
+        Raises:
+          FencedError: the root is another's.
+          StorageError: it cannot be written.
+        """
+        self._follow_run()
+        if self._begun:
+            return
+        run, logs = self._run, self._options is not None
+        known, continues = run.lineage.newest_known, run.lineage.continues
+        if self._ended is not None or (known is not None and known.continues != continues):
+            continues = None
+
+        def write() -> int | None:
+            if not logs and not self._logs.numbers():
+                return None
+            run.held.check_lease()
+            return write_head(
+                self._logs,
+                run=run.lineage.run,
+                layout=split.layout if logs else None,
+                process_count=run.among.count if logs else 0,
+                base=None if known is None else known.info.save_id,
+                continues=continues,
+                directory=None if self._options is None else self._options.backend.directory,
+            )
+
+        number = run.among.of_first("beginning the log", write, fatal=True)
+        self._begun = True
+        owed: Rows = {}
+        if self._stretch is not None:
+            owed = self._stretch.close()
+            self._stretch = None
+        if number is not None and logs:
+            with run.among.together("looking for the log", fatal=True):
+                head = self._logs.head(number)
+                self._stretch = Stretch.open(run, head, self._logs)
+                self._stretch.writer.owe(owed)
+            self._bytes_at_step = 0
+
+    def check(self, split: Split, marks: Sequence[Marks]) -> None:
+        """See ``Log``."""
+        missing = self._given_rows.missing(split, marks, self._staging)
+        self._given_rows.forget()
+        if missing is not None:
+            self.distrust("log(ids=...) left out rows that were touched")
+            raise TrackingError(
+                f"log: expected ids to name every row that was touched, found {missing} by the "
+                "stamps that none of them named; no point of this run can be restored any more. "
+                "Give log() all ids of the steps since the call before, and save again"
+            )
+
+    def saved(self) -> None:
+        """See ``Log``: marks go on from the save where what they led down to has failed."""
+        self._follow_run()
+        lineage = self._run.lineage
+        if (newest := lineage.newest_committed) is not None:
+            self._note_committed(newest)
+        if self._options is None:
+            return
+        known, chain = lineage.newest_known, self._chain
+        assert known is not None
+        if chain is None or not self._anchored(chain) or chain.last.layout != known.layout:
+            self._root_at(known)
+        if (writer := self._writer) is not None:
+            writer.roll()
+            self._bytes_at_step = writer.bytes_written
+
+    def distrust(self, reason: str) -> None:
+        """See ``Log``: a head that goes on from no point kills those of this run."""
+        self._follow_run()
+        if self._stretch is None:
+            return
+        owed = self._stretch.close()
+        known = self._committed[-1] if self._committed else None
+        write_head(
+            self._logs,
+            run=self._run.lineage.run,
+            layout=None,
+            process_count=0,
+            base=known,
+            continues=None,
+            directory=None,
+        )
+        del owed  # Stamps, or ids, say no more what was touched.
+        self._stretch, self._chain = None, None
+        if self._run.among.count > 1:
+            # The others do not know of it: no mark of theirs makes a point without ours.
+            self._ended = reason
+        else:
+            self._begun = False
+
+    def _follow_run(self) -> None:
+        """Begins anew where a restore has begun another run."""
+        lineage = self._run.lineage
+        if lineage.run == self._of_run:
+            return
+        self._of_run, self._begun, self._ended = lineage.run, False, None
+        self._chain = None
+        self._newest_step = -1
+        self._given_rows.forget()
+        self._committed.clear()
+        if (newest := lineage.newest_committed) is not None:
+            self._committed.append(newest)
+        if self._stretch is not None:
+            self._stretch.close()
+            self._stretch = None
+
+    def _note_committed(self, newest: SaveId) -> None:
+        if self._committed and self._committed[-1] == newest:
+            return
+        self._committed.append(newest)
+        busy = self._trimming is not None and not self._trimming.done()
+        if len(self._committed) < 2 or self._stretch is None or busy:
+            return
+        head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
+        at = self._run.held.log_at
+        self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
+
+
+def _trim(at: Any, head: Any, process: int, oldest: SaveId) -> None:
+    try:
+        trimming.trim(at, head, process, oldest)
+    except StorageError as error:
+        events.warn(f"marks of the log that nothing needs stay: {error}")

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a process's log: frames appended, forced together, in a new file after a failure.
+
+What could not be written, or forced, may be in a file all the same, or in half. So nothing is ever
+written to it again, nor forced: the next frame goes to a file of a further part, which says what of
+the earlier parts counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from deltackpt.errors import StorageError
+from deltackpt.format import frames, names
+from deltackpt.format.frames import After, BeginHead, Place
+from deltackpt.log.batch import Frame
+from deltackpt.storage import files
+
+#: Most buffers of one call, on Linux.
+_BUFFERS = 1024
+
+
+class Position(NamedTuple):
+    """A frame, and the checksum that the next one goes on from."""
+
+    part: int
+    seq: int
+    crc32c: int
+
+
+class SegmentWriter:
+    """Appends frames to the log of one process; used by one thread."""
+
+    def __init__(self, directory: Path, *, stretch: int, process: int, fsync: bool):
+        """Writes nothing yet.
+
+        Args:
+          directory: of the segments; made at the first frame.
+          stretch: number of the stretch.
+          process: index of the process.
+          fsync: whether ``sync`` forces what was written to disk.
+        """
+        self.directory = directory
+        self._stretch = stretch
+        self._process = process
+        self._fsync = fsync
+        self._at = Position(0, 0, 0)
+        self._after: After | None = None
+        self._descriptor: int | None = None
+        self._fresh = False
+        #: Bytes of the file that is written to.
+        self.segment_bytes = 0
+        #: How often files, and directories, were forced.
+        self.syncs = 0
+
+    @property
+    def position(self) -> Position:
+        """The last frame that was written."""
+        return self._at
+
+    def write(self, batch: Iterable[Frame], step: int) -> tuple[int, list[int]]:
+        """Appends the frames of a batch.
+
+        Args:
+          batch: the frames, in order.
+          step: of all of them.
+
+        Returns:
+          How many bytes were written, and the seq of each frame.
+
+        Raises:
+          StorageError: the store refused; ``begin_part`` comes next.
+        """
+        if self._descriptor is None:
+            self._begin()
+        found: list[int] = []
+        buffers: list[memoryview] = []
+        nbytes, at = 0, self._at
+        for frame in batch:
+            place = Place(at.part, self._process, at.seq + 1, step)
+            encoded = frames.encode(place, frame.head, frame.body, at.crc32c)
+            at = Position(at.part, place.seq, encoded.crc32c)
+            found.append(place.seq)
+            buffers += encoded.buffers
+            nbytes += encoded.nbytes
+        self._append(buffers)
+        self._at = at
+        self.segment_bytes += nbytes
+        return nbytes, found
+
+    def sync(self) -> None:
+        """Returns when all that was written is on disk, and the file's name.
+
+        Raises:
+          StorageError: it may not be; ``begin_part`` comes next.
+        """
+        if self._descriptor is None or not self._fsync:
+            return
+        with self._refusals("force to disk"):
+            os.fdatasync(self._descriptor)
+            self.syncs += 1
+            if self._fresh:
+                files.fsync_path(self.directory)
+                self.syncs += 1
+                self._fresh = False
+
+    def roll(self) -> None:
+        """Ends the file; what was written to it is forced by ``sync``, which comes first."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def begin_part(self, after: Position) -> None:
+        """Begins a new part: nothing counts of what was written beyond ``after``."""
+        with contextlib.suppress(OSError):
+            self.roll()
+        self._descriptor = None
+        self._after = After(part=self._at.part, seq=after.seq)
+        self._at = Position(self._at.part + 1, after.seq, after.crc32c)
+
+    def _begin(self) -> None:
+        at = self._at
+        path = self.directory / names.segment_name(at.part, at.seq + 1)
+        with self._refusals("make a file"):
+            files.make_durable(self.directory) if self._fsync else self.directory.mkdir(
+                parents=True, exist_ok=True
+            )
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags, 0o666)
+        self._fresh, self.segment_bytes = True, 0
+        head = BeginHead(stretch=self._stretch, crc32c=at.crc32c, after=self._after)
+        encoded = frames.encode(Place(at.part, self._process, at.seq + 1, 0), head, [], 0)
+        self._append(encoded.buffers)
+        self._after = None
+
+    def _append(self, buffers: Sequence[memoryview]) -> None:
+        assert self._descriptor is not None
+        waiting = [buffer for buffer in buffers if buffer.nbytes]
+        with self._refusals("write"):
+            while waiting:
+                count = os.writev(self._descriptor, waiting[:_BUFFERS])
+                number = 0
+                while number < len(waiting) and count >= waiting[number].nbytes:
+                    count -= waiting[number].nbytes
+                    number += 1
+                waiting = waiting[number:]
+                if count:
+                    waiting[0] = waiting[0][count:]
+
+    def _refusals(self, action: str) -> contextlib.AbstractContextManager[None]:
+        return files.typed_errors(self.directory, action, full="free space; no touched row is lost")
+
+    def close(self) -> None:
+        """Ends the file."""
+        with contextlib.suppress(StorageError, OSError):
+            self.roll()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stretch: its head, the writer of this process, and the points that are known."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt.format import names, stretches
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.handlers.run import Run
+from deltackpt.log.progress import Progress
+from deltackpt.log.segments import SegmentWriter
+from deltackpt.log.writer import Durable, LogWriter
+from deltackpt.reading.stretches import LogPoint, Logs
+from deltackpt.storage.store import Exists
+
+#: Durable marks that other processes may not have yet.
+_KEPT = 4096
+
+
+class Stretch:
+    """The log that a run writes."""
+
+    def __init__(self, run: Run, head: StretchHead, directory: Path):
+        """Writes nothing yet.
+
+        Args:
+          run: the manager's run.
+          head: of the stretch.
+          directory: of the logs of all processes.
+        """
+        options = run.options.log
+        assert options is not None
+        self.head = head
+        self._lock = threading.Lock()
+        self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
+        self._progress = Progress(directory, run.among.index, head.process_count)
+        segments = SegmentWriter(
+            directory / str(run.among.index),
+            stretch=head.stretch,
+            process=run.among.index,
+            fsync=run.fsync,
+        )
+        self.writer = LogWriter(
+            segments,
+            check=run.held.check_lease,
+            process=run.among.index,
+            xor=options.dense == "xor",
+            segment_bytes=options.backend.segment_bytes,
+            buffer_bytes=options.buffer_bytes,
+            deadline_secs=options.deadline_secs,
+            workers=run.workers,
+            notify=self._is_durable,
+        )
+
+    @classmethod
+    def open(cls, run: Run, head: StretchHead, logs: Logs) -> Stretch:
+        """A stretch whose head stands."""
+        return cls(run, head, Path(logs.segments_of(head)))
+
+    def newest_point(self, *, fresh: bool) -> LogPoint | None:
+        """The newest full point that every process has, as far as is known.
+
+        Args:
+          fresh: whether the others are asked how far they are.
+        """
+        number = self._progress.of_all(fresh=fresh)
+        with self._lock:
+            found = (
+                one for one in reversed(self._durable) if one.full and one.save_id.attempt <= number
+            )
+            newest = next(found, None)
+        if newest is None:
+            return None
+        return LogPoint(self.head.stretch, newest.save_id, True, newest.unix_secs)
+
+    def close(self) -> dict[str, np.ndarray]:
+        """Ends the writer; returns the rows that no durable mark holds, by table."""
+        self.writer.close()
+        return self.writer.take_owed()
+
+    def _is_durable(self, mark: Durable) -> None:
+        with self._lock:
+            self._durable.append(mark)
+        self._progress.note(mark.save_id.attempt, mark.save_id.step)
+
+
+def write_head(
+    logs: Logs,
+    *,
+    run: str,
+    layout: Layout | None,
+    process_count: int,
+    base: SaveId | None,
+    continues: Continues | None,
+    directory: str | None,
+) -> int:
+    """Writes the head of a new stretch; earlier ones count only as far as it goes on from them.
+
+    Args:
+      logs: of the root.
+      run: id of the run.
+      layout: of the state that is logged; None where none is.
+      process_count: how many processes log.
+      base: the step that training goes on from.
+      continues: the point that it was restored at.
+      directory: of the segments, where that is not beside the heads.
+
+    Returns:
+      Its number.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    while True:
+        number = max(logs.numbers(), default=-1) + 1
+        head = StretchHead(
+            stretch=number,
+            run=run,
+            process_count=process_count,
+            base=base,
+            continues=continues,
+            directory=directory,
+            groups=() if layout is None else layout.groups,
+            tables=() if layout is None else layout.tables,
+            dense=() if layout is None else layout.dense,
+            tracking_paths=() if layout is None else layout.tracking_paths,
+        )
+        place = logs.at / names.stretch_name(number)
+        try:
+            place.store.put(place.key, stretches.to_bytes(head), absent=True)
+        except Exists:
+            continue  # Another trainer's, whom the lease tells from us.
+        return number

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a batch from the training state: which rows, and their copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
+from deltackpt.format import globs
+from deltackpt.format.blocks import VALUES, Span
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.handlers import dense
+from deltackpt.log.batch import Batch, Item, cut, planned
+from deltackpt.policy import BitWidthPolicy, CodecChoice
+from deltackpt.resources.staging import Staging
+from deltackpt.save import snapshot
+from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
+from deltackpt.save.taken import CopiedRows
+from deltackpt.state.marks import match_marks
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks
+
+#: Table name to row numbers, int64 ascending.
+Rows = Mapping[str, np.ndarray]
+
+
+def rows_of(ids: Mapping[str, Any], split: Split) -> Rows:
+    """The rows that a caller says were touched.
+
+    Args:
+      ids: tables, by their paths or the ends of exactly one path each, to numbers of rows, in any
+        order and shape.
+      split: the state.
+
+    Raises:
+      OptionError: there is no such table, the numbers are no integers, or are not all of the table;
+        or there are accumulators of gradients, whose rows move later.
+    """
+    if split.windows:
+        raise OptionError(
+            "ids: expected none with optax.MultiSteps, which moves all rows that it has gathered "
+            "at the end of a window; leave them out: the stamps say which rows moved"
+        )
+    tables = {table.name: table.rows for table in split.layout.tables}
+    found: dict[str, np.ndarray] = {}
+    for given, numbers in ids.items():
+        name = globs.meant(given, tables, OptionError)
+        if name not in tables:
+            raise OptionError(
+                f"ids[{given!r}]: expected one of {sorted(tables)}, found no such table"
+            )
+        rows = np.asarray(numbers)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise OptionError(
+                f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; give numbers of rows"
+            )
+        rows = np.unique(rows.astype(np.int64))
+        if rows.size and not 0 <= rows[0] <= rows[-1] < tables[name]:
+            raise OptionError(
+                f"ids[{given!r}]: expected rows from 0 to {tables[name] - 1}, found {rows[0]} to "
+                f"{rows[-1]}; give those that the table was looked up with"
+            )
+        found[name] = rows if name not in found else np.union1d(found[name], rows)
+    return found
+
+
+def segments_of(
+    split: Split,
+    marks: Sequence[Marks],
+    *,
+    since: Mapping[str, int],
+    rows: Rows | None,
+    owed: Rows,
+    always: bool,
+    staging: Staging,
+) -> list[SegmentSource]:
+    """The rows that a mark holds, as this process has them.
+
+    Args:
+      split: the state.
+      marks: its TouchStates, and a given one.
+      since: place of each TouchState to the clock after which its rows are touched.
+      rows: the touched ones where the caller knows them.
+      owed: further ones.
+      always: whether fields that are ``always`` written are in it.
+      staging: whose threads look at the stamps.
+
+    Raises:
+      TrackingError: a TouchState does not fit the tables.
+    """
+    stamps = match_marks(marks, split.layout) if marks else {}
+    sources = Sources(split.layout, split.fields, stamps, staging)
+    if rows is None:
+        if not marks:
+            raise TrackingError(
+                "log: expected a TouchState, or ids, found neither; give log() the TouchState that "
+                "the training step returned, or the rows that it looked up"
+            )
+        sources.stamps.look(since)
+    find = sources.stamps.touched if rows is None else _given(rows, split.layout)
+    touched = including(find, owed, split.layout)
+    return cut(sources.segments(whole=False, touched=touched, always=always))
+
+
+def _given(rows: Rows, layout: Layout) -> TouchedRows:
+    """What gives the rows that a caller says were touched."""
+    given, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
+
+    def find(group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        return within(given.get(group, nothing), spans)
+
+    return find
+
+
+def take(
+    save_id: SaveId,
+    split: Split,
+    segments: Sequence[SegmentSource],
+    *,
+    full: bool,
+    items: Sequence[Item],
+    codec: str | BitWidthPolicy | CodecChoice | None,
+    restores: int,
+    process: int,
+    staging: Staging,
+    started: float,
+) -> Batch:
+    """Copies rows and dense leaves: all are of one moment when it returns.
+
+    Args:
+      save_id: of the mark.
+      split: the state.
+      segments: of ``segments_of``.
+      full: whether dense leaves are in it.
+      items: further items.
+      codec: of the tables' rows; None for those of deltas.
+      restores: how often training has been restored.
+      process: index of this process.
+      staging: whose memory holds the copies.
+      started: when ``log()`` was called, of ``time.perf_counter()``.
+
+    Raises:
+      OptionError: a dense leaf is none that a mark can hold.
+    """
+    choices = _choices(split, codec)
+    plans = planned(choices, restores)
+    rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
+    leaves: DenseLeaves | None = None
+    try:
+        if full and split.layout.dense:
+            leaves = _dense(split, process, staging)
+        rows.wait()
+    except BaseException:
+        rows.release()
+        if leaves is not None:
+            leaves.release()
+        raise
+    return Batch(
+        save_id=save_id,
+        full=full,
+        rows=rows,
+        layout=split.layout,
+        choices=choices,
+        plans=plans,
+        dense=leaves,
+        items=items,
+        nbytes=sum(one.nbytes for one in segments) + (0 if leaves is None else leaves.nbytes),
+        unix_ns=time.time_ns(),
+        started=started,
+    )
+
+
+def _choices(
+    split: Split, codec: str | BitWidthPolicy | CodecChoice | None
+) -> Mapping[str, Mapping[str, CodecChoice]]:
+    if codec is None:
+        return split.codecs
+    chosen = CodecChoice.of(codec)
+    return {
+        group: {field: chosen if field == VALUES else choice for field, choice in fields.items()}
+        for group, fields in split.codecs.items()
+    }
+
+
+def _dense(split: Split, process: int, staging: Staging) -> DenseLeaves:
+    try:
+        return DenseLeaves.take(dense.storable(split.dense), process, staging)
+    except UnsupportedLeaf as error:
+        raise OptionError(
+            f"log: expected dense leaves that a full mark can hold, found that {error}; take soft "
+            'marks alone, with LogOptions(dense="soft"), and save() steps'
+        ) from error
