@@ -141,13 +141,18 @@ class Recorder:
         number = self._calls
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
-        self._check_above(step)
+        was_left = self._was_left(step)
         chain: _Chain | None = None
         try:
+            if was_left:
+                return Due("a step was restored since, to be looked at or to be gone on from")
             reason = self._tell(options)
             marks = self._marks(split, call.touched)
             clocks = snapshot.clocks_of(split, marks)
             reason = reason or self._why_not(split, clocks)
+            if rows is not None and self._chain is not None:
+                # Where nothing is taken, too: the next mark holds these rows.
+                self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
             if reason is not None:
                 return Due(reason)
             if self._ended is not None:
@@ -166,9 +171,7 @@ class Recorder:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
         assert chain is not None
-        if rows is not None:
-            self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
-        else:
+        if rows is None:
             self._given_rows.forget()
         moved = settled(clocks, chain.last)
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
@@ -240,17 +243,25 @@ class Recorder:
         found = tracker.look(split.fields, split.layout)
         return Embeddings(split=split, touched=found).marks
 
-    def _check_above(self, step: int) -> None:
+    def _was_left(self, step: int) -> bool:
+        """Whether what was restored last may not be what training goes on from: a save finds out.
+
+        Raises:
+          OptionError: the step is not above the last one, and nothing was restored since.
+        """
         newest = self._newest_step
         known = self._run.lineage.newest_known
         if known is not None:
             below = known.info.save_id if known.continues is None else known.continues.save_id
             newest = max(newest, below.step - (known.continues is None))
-        if step <= newest:
-            raise OptionError(
-                f"step {step}: expected a step above {newest}, the newest that was logged or "
-                "restored, found an older or equal one; log each step once"
-            )
+        if step > newest:
+            return False
+        if self._run.lineage.can_go_back:
+            return True
+        raise OptionError(
+            f"step {step}: expected a step above {newest}, the newest that was logged or "
+            "restored, found an older or equal one; log each step once"
+        )
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Why a step must be saved first; None where a mark can be taken.
@@ -418,7 +429,7 @@ class Recorder:
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
         missing = self._given_rows.missing(split, marks, self._staging)
-        self._given_rows.forget()
+        self._given_rows.compared()
         if missing is not None:
             self.distrust("log(ids=...) left out rows that were touched")
             raise TrackingError(

@@ -131,6 +131,8 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
         "log_options": {
             "dense": random_.choice(("whole", "xor")),
             "dense_every": random_.choice((1, 1, 3)),
+            # So that log() saves some of the steps by itself.
+            "most_bytes": random_.choice((1.0, 1.0, 1e-3)),
             # A segment has a few marks, so that they are closed and trimmed.
             "backend": {"segment_bytes": random_.choice((1 << 16, 1 << 20))},
         },

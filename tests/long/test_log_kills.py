@@ -58,12 +58,12 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
         task = {**log_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
         running = log_trainees.start("log", root, **task)
         ended = running.end("ready", after, running.kill)
-        assert ended.status in (0, -signal.SIGKILL), (task, ended.notes, log_trainees.diagnosis())
         told = [*told[-2:], json.dumps({"task": task, "notes": ended.notes})]
         try:
+            assert ended.status in (0, -signal.SIGKILL), log_trainees.diagnosis()
             offers.check(ended)
         except AssertionError as error:
-            raise AssertionError("\n".join([str(root), *told])) from error
+            raise AssertionError("\n".join([str(root), *told, str(error)])) from error
         if ended.status == -signal.SIGKILL and ended.calls:
             phases[log_harness.phase(*killing_call(ended, kill))] += 1
     figures(
