@@ -83,6 +83,23 @@ def test_a_newer_step_that_was_only_looked_at_does_not_stop_the_log(tmp_path):
     assert found is not None and found.step == 2 and training.equals(found.state)
 
 
+def test_ids_of_what_training_has_left_are_not_compared_with_what_it_goes_on_with(tmp_path):
+    training = Training()
+    with manager(tmp_path) as saver:
+        saver.save(0, training.state, touched=training.touched)
+        for number in (1, 2):
+            ids = training.step(number)
+            saver.log(number, training.state, touched=training.touched, ids=ids)
+        saver.wait()
+        older = saver.restore(0, training.state)
+        training.state, training.touched = dict(older.state), older.touched
+        training.step(7)
+        saver.save(7, training.state, touched=training.touched)
+    with manager(tmp_path) as reader:
+        found = reader.restore_latest(training.state)
+    assert found is not None and found.step == 7 and training.equals(found.state)
+
+
 def test_a_step_that_is_not_above_the_last_is_refused(tmp_path):
     training = Training()
     with manager(tmp_path) as saver:

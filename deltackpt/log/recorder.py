@@ -428,6 +428,7 @@ class Recorder:
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
+        self._follow_run()
         missing = self._given_rows.missing(split, marks, self._staging)
         self._given_rows.compared()
         if missing is not None:

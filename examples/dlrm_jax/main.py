@@ -159,8 +159,6 @@ def train(
         window.append((loss, logits, batch.labels))
         done = number + 1
         preempted = False
-        if options.log is not None:
-            journal.logged(manager.log(done, state, ids=batch.ids))
         if done % options.print_every == 0 or done == options.steps:
             losses = [float(loss) for loss, _, _ in window]
             scores = np.concatenate([np.asarray(logits) for _, logits, _ in window])
@@ -173,6 +171,8 @@ def train(
                 session.report({"step": done, "loss": loss, "auc": auc, "steps_per_sec": speed})
                 preempted = session.preempted()
             window, started = [], time.perf_counter()
+        if options.log is not None:
+            journal.logged(manager.log(done, state, ids=batch.ids))
         if preempted or done % options.save_every == 0 or done == options.steps:
             if options.digests:
                 journal.write("saved", step=done, digest=digest(state))
