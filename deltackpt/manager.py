@@ -618,10 +618,9 @@ class CheckpointManager:
     @property
     def goes_on_from(self) -> int | None:
         """The step that the next save must be above: the newest one, or an older one restored."""
+        step = self.latest_step() if self._run.restored is None else self._run.restored
         point = self._run.lineage.continues
-        if self._run.restored is not None:
-            return self._run.restored if point is None else point.save_id.step
-        return self.latest_step()
+        return step if point is None else max(step or 0, point.save_id.step)
 
     def all_steps(self) -> list[int]:
         """Committed steps on disk, ascending."""

@@ -152,6 +152,8 @@ class Recorder:
                 return Due(reason)
             if self._ended is not None:
                 return self._logged(step, None, f"skipped: {self._ended}", call.started)
+            # Steps that training left are newer than its marks.
+            self._run.roll_back(step)
             self.begin(split)
             full = call.full
             if full is None:
