@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltackpt import events
-from deltackpt.errors import OptionError, StorageError, TrackingError
+from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
@@ -157,6 +157,8 @@ class Recorder:
                 return Due(reason)
             if self._ended is not None:
                 return self._logged(step, None, f"skipped: {self._ended}", call.started)
+            # Steps that training left are newer than its marks.
+            self._run.roll_back(step)
             self.begin(split)
             full = call.full
             if full is None:
@@ -381,6 +383,14 @@ class Recorder:
             while writer.reports:
                 events.emit(writer.reports.popleft(), self._run.sinks)
         return self.recovery(fresh=True)
+
+    def settle_quietly(self) -> None:
+        """Waits until all marks are durable, or have failed; the next ``log()`` tells of that."""
+        if self._options is not None and (writer := self._writer) is not None:
+            try:
+                writer.wait(self._options.deadline_secs)
+            except WaitTimeout as error:
+                events.warn(str(error))
 
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""
