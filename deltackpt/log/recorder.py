@@ -141,11 +141,9 @@ class Recorder:
         number = self._calls
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
-        was_left = self._was_left(step)
+        self._check_above(step)
         chain: _Chain | None = None
         try:
-            if was_left:
-                return Due("a step was restored since, to be looked at or to be gone on from")
             reason = self._tell(options)
             marks = self._marks(split, call.touched)
             clocks = snapshot.clocks_of(split, marks)
@@ -248,25 +246,17 @@ class Recorder:
         found = tracker.look(split.fields, split.layout)
         return Embeddings(split=split, touched=found).marks
 
-    def _was_left(self, step: int) -> bool:
-        """Whether what was restored last may not be what training goes on from: a save finds out.
-
-        Raises:
-          OptionError: the step is not above the last one, and nothing was restored since.
-        """
+    def _check_above(self, step: int) -> None:
         newest = self._newest_step
         known = self._run.lineage.newest_known
         if known is not None:
             below = known.info.save_id if known.continues is None else known.continues.save_id
             newest = max(newest, below.step - (known.continues is None))
-        if step > newest:
-            return False
-        if self._run.lineage.can_go_back:
-            return True
-        raise OptionError(
-            f"step {step}: expected a step above {newest}, the newest that was logged or "
-            "restored, found an older or equal one; log each step once"
-        )
+        if step <= newest:
+            raise OptionError(
+                f"step {step}: expected a step above {newest}, the newest that was logged or "
+                "restored, found an older or equal one; log each step once"
+            )
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Why a step must be saved first; None where a mark can be taken.
