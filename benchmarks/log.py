@@ -30,8 +30,6 @@ import numpy as np
 import once
 import state as states
 import ways
-from deltackpt.format.frames import Kind
-from deltackpt.reading.stretches import Logs, newest_way
 from dlrm_jax import data
 from dlrm_jax.trainer import TrainState
 from log_job import MODES, Loop
@@ -39,8 +37,10 @@ from report import Report, Sample, arguments, megabytes, secs, times
 
 import deltackpt
 from deltackpt.format import names
+from deltackpt.format.frames import Kind
 from deltackpt.reading import replay as replaying
 from deltackpt.reading import targets
+from deltackpt.reading.stretches import Logs, newest_way
 from deltackpt.storage.store import spot
 
 #: Most of the time of a training that keeps nothing.
@@ -55,6 +55,7 @@ THESIS_BYTES_PER_SEC, EPOCH_SAMPLES = 20e6, 50_000
 REPLAY_ROWS = 5_000_000
 #: Of W: lookups of a mark, as a share of all rows; bytes of the log, as a share of the base.
 _LOOKUPS, _LOG_SHARE = 0.1, 0.5
+_loops: list[Loop] = []
 
 
 def sample(runs: list[dict[str, float]], field: str = "secs") -> Sample:
@@ -62,16 +63,27 @@ def sample(runs: list[dict[str, float]], field: str = "secs") -> Sample:
     return Sample(tuple(run[field] for run in runs))
 
 
+def compiled(options: argparse.Namespace) -> Loop:
+    """The loop in this process, made once."""
+    if not _loops:
+        _loops.append(
+            Loop(
+                scale=options.scale,
+                batch=options.batch,
+                steps=options.steps,
+                every=options.every,
+                hidden=options.hidden,
+                exponent=1.07,
+            )
+        )
+    return _loops[0]
+
+
 def training(report: Report, options: argparse.Namespace, root: Path) -> None:
     """Whole trainings, with each law of ids."""
     for exponent, law in ((1.07, "Zipf 1.07"), (0.0, "uniform")):
-        loop = Loop(
-            scale=options.scale,
-            batch=options.batch,
-            steps=options.steps,
-            every=options.every,
-            exponent=exponent,
-        )
+        loop = compiled(options)
+        loop.draw(exponent)
         modes = ["none", "soft", "full", "xor", "deltas", "orbax-n"]
         found = log_job.rounds(loop, modes, options.repeats, root)
         nothing = sample(found["none"])
@@ -127,13 +139,8 @@ def taken(state: TrainState, batch: data.Batch, dense: bool, warm: dict[str, np.
 
 def blocked(report: Report, options: argparse.Namespace, root: Path) -> None:
     """What `log()` keeps the training thread, beside what the machine takes for the same."""
-    loop = Loop(
-        scale=options.scale,
-        batch=options.batch,
-        steps=options.steps,
-        every=options.every,
-        exponent=1.07,
-    )
+    loop = compiled(options)
+    loop.draw(1.07)
     kinds = {
         "rows only": (deltackpt.LogOptions(dense="soft"), True),
         "rows and dense leaves": (deltackpt.LogOptions(), True),
@@ -301,6 +308,7 @@ def main() -> int:
     add("--batch", type=int, default=2048, help="samples in a batch")
     add("--steps", type=int, default=32, help="of one training")
     add("--every", type=int, default=16, help="N, steps from full point to full point")
+    add("--hidden", type=int, default=1024, help="columns of the largest layers")
     add("--epoch", type=int, default=EPOCH_SAMPLES, help="samples in an epoch of the thesis")
     add("--processes", type=int, nargs="+", default=list(LESS), help="of the thesis")
     add("--limit", type=int, default=1800, help="seconds for a set of processes")
@@ -309,7 +317,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.scale, options.repeats, options.batch, options.steps = 0.01, 1, 64, 4
-        options.every, options.epoch, options.processes = 2, 128, [1, 2]
+        options.every, options.epoch, options.processes, options.hidden = 2, 128, [1, 2], 32
     rows = max(data.table_rows("thesis", options.scale).values())
     report = Report(
         "The log",

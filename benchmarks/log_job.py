@@ -33,7 +33,7 @@ import deltackpt
 #: Steps that are compiled anew: from a fresh state, and from the one after it.
 _COMPILES = 3
 #: Options of ``log.py`` that its jobs have.
-_PASSED = ("scale", "batch", "steps", "every", "repeats", "limit")
+_PASSED = ("scale", "batch", "steps", "every", "hidden", "repeats", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,19 +109,36 @@ class Loop:
         batch: int,
         steps: int,
         every: int,
+        hidden: int,
         exponent: float,
         placement: Placement | None = None,
     ):
-        """Draws the batches beforehand: what is compared is training and saving."""
+        """Draws the batches beforehand: what is compared is training and saving.
+
+        Args:
+          scale: of the tables' rows.
+          batch: samples in a batch.
+          steps: of a training.
+          every: from full point to full point.
+          hidden: columns of the top MLP's layers; the bottom one's have half of them.
+          exponent: of the law of ids.
+          placement: as of ``trainer.train_step``.
+        """
         self.rows = data.table_rows("thesis", scale)
-        self.sizes = trainer.ModelOptions(rows=self.rows, row_multiple=8)
+        half, whole = (hidden // 2,) * 2, (hidden,) * 3
+        self.sizes = trainer.ModelOptions(rows=self.rows, row_multiple=8, bottom=half, top=whole)
         self.every, self.placement = every, placement
-        traffic = data.ZipfTraffic(self.rows, batch, exponent=exponent, seed=0)
-        self.batches = [traffic.batch(step) for step in range(steps)]
+        self._batch, self._steps = batch, steps
+        self.draw(exponent)
         self.step = trainer.train_step(self.sizes, placement=placement)
         state = self.start()
         for batch in self.batches[:_COMPILES]:
             state = self.advance(state, batch)
+
+    def draw(self, exponent: float) -> None:
+        """Draws the batches of another law of ids."""
+        traffic = data.ZipfTraffic(self.rows, self._batch, exponent=exponent, seed=0)
+        self.batches = [traffic.batch(step) for step in range(self._steps)]
 
     def start(self) -> trainer.TrainState:
         """A fresh state."""
@@ -215,6 +232,7 @@ def work(options: argparse.Namespace) -> None:
         batch=options.batch,
         steps=options.steps,
         every=options.every,
+        hidden=options.hidden,
         exponent=0.0,
         placement=Placement.over_all_devices(),
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 from harness import Ended
@@ -47,6 +47,20 @@ def phase(call: str, path: str) -> str:
     return "log: sync" if call == "fsync" else "log: new segment"
 
 
+class Offer(NamedTuple):
+    """A state that a restore may find.
+
+    Attributes:
+      step: its step; 0 where there is nothing.
+      history: of the state.
+      kept: whether it was saved or logged, instead of only gone back to.
+    """
+
+    step: int
+    history: str
+    kept: bool = True
+
+
 class Offers:
     """States that the trainers of a directory offered, in order; what a restore may find.
 
@@ -57,8 +71,8 @@ class Offers:
 
     def __init__(self) -> None:
         self.restored = self.of_points = 0
-        #: Step and history of each, from the newest that is known to be there on.
-        self._standing: list[tuple[int, str]] = [(0, "")]
+        #: From the newest that is known to be there on.
+        self._standing = [Offer(0, "")]
         #: Every history that was ever offered.
         self._ever: set[str] = set()
 
@@ -73,15 +87,15 @@ class Offers:
             kind = note["note"]
             if kind == "ready":
                 self._compare(note)
-                found = (note["step"], note["history"] if note["step"] else "")
-                assert found in offered, (note, offered)
+                found = Offer(note["step"], note["history"] if note["step"] else "")
+                assert found[:2] in [one[:2] for one in offered], (note, offered)
                 # What is newer is gone, and is made again.
                 offered = [found]
             elif kind == "looked":
                 self._compare(note)
                 assert note["history"] in self._ever, note
             elif kind == "offered":
-                offered.append((note["step"], note["history"]))
+                offered.append(Offer(note["step"], note["history"], note["by"] != "roll"))
                 self._ever.add(note["history"])
             elif kind == "withdrawn":
                 offered.pop()
@@ -97,12 +111,13 @@ class Offers:
             self.of_points += note["log"]
 
 
-def _acknowledged(offered: list[tuple[int, str]], step: int | None) -> list[tuple[int, str]]:
-    """What is left to choose from where a step was promised; None: the last offer."""
+def _acknowledged(offered: list[Offer], step: int | None) -> list[Offer]:
+    """What is left to choose from where a step was promised; None: the last that was kept."""
     if step is None:
-        return offered[-1:]
-    # After going back a number may stand there twice: only the older one is sure.
-    at = next((at for at, (number, _) in enumerate(offered) if number == step), 0)
+        at = max((at for at, one in enumerate(offered) if one.kept), default=0)
+    else:
+        # After going back a number may stand there twice: only the older one is sure.
+        at = next((at for at, one in enumerate(offered) if one.step == step), 0)
     return offered[at:]
 
 
