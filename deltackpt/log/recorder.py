@@ -13,6 +13,7 @@ says whether it is full. So a process that fails makes a point void, and never t
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -172,7 +173,6 @@ class Recorder:
             if chain is None and rows is not None and self._stretch is not None:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
-                self._given_rows.keep(rows)
         assert chain is not None
         if rows is None:
             self._given_rows.forget()
@@ -386,6 +386,8 @@ class Recorder:
         """Ends the writer once all marks are durable, or have failed."""
         if self._stretch is not None:
             self._stretch.writer.close()
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
 
     # What saves tell; see ``handlers.run.Log``.
 
