@@ -312,6 +312,7 @@ def log_run(root: Path, run: int, steps: range, dense: Any) -> None:
             manager.wait()
         else:
             touched = manager.restore(GOES_ON_FROM, before).touched
+            assert touched is not None
         for step in steps:
             rows = {"users": jnp.arange(step % 10, 50, 10), "coarse": jnp.arange(step % 10, 40, 10)}
             touched = deltackpt.touched.mark(touched, rows | {"coarse": _with_odd(rows["coarse"])})
