@@ -29,11 +29,14 @@ from deltackpt.inspect.changes import Diff
 from deltackpt.inspect.history import History
 from deltackpt.inspect.keeping import StaysFor
 from deltackpt.inspect.lazy import RowNumbers, Saves
+from deltackpt.inspect.logs import Log, log_of
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
+from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
 from deltackpt.units import size
@@ -185,6 +188,23 @@ class Checkpoints:
     def stays_for(self) -> dict[int, StaysFor]:
         """Steps to what they stay for: the trainer's policy, or only a chain; see ``keeping``."""
         return keeping.stays_for(self._root)
+
+    @property
+    def log(self) -> Log:
+        """The log between the steps: heads of its frames are read, and no rows.
+
+        Raises:
+          StorageError: it cannot be read.
+        """
+        return log_of(log_state(self._root.log_at))
+
+    def points(self) -> list[LogPoint]:
+        """Points of the log that count, newest first, soft ones too; see ``Log.points``.
+
+        Raises:
+          StorageError: the log cannot be read.
+        """
+        return self.log.points()
 
     @property
     def saves(self) -> tuple[Save, ...]:
