@@ -207,6 +207,7 @@ def diff(
 @arguments.endpoint
 @_field
 @click.option("--step", "steps", type=arguments.STEP, multiple=True, help="Only this step.")
+@click.option("--no-log", is_flag=True, help="The steps alone, without marks of the log.")
 @click.option(
     "--columns", type=click.IntRange(min=1), default=6, show_default=True, help="Numbers to show."
 )
@@ -219,16 +220,17 @@ def history(
     endpoint: str | None,
     field: str,
     steps: tuple[int, ...],
+    no_log: bool,
     columns: int,
     as_json: bool,
 ) -> None:
-    """Show values of rows of a table over the steps.
+    """Show values of rows of a table over the steps, and the points of the log between them.
 
-    ``held`` says whether the save of the step holds the row: a base holds all, a delta those that
-    were touched.
+    ``held`` says whether the save of the step holds the row: a base holds all, a delta, or a mark
+    of the log, those that were touched.
     """
     found = _open(directory, item, endpoint).history(
-        table, list(rows), field=field, steps=steps or None
+        table, list(rows), field=field, steps=steps or None, log=not no_log
     )
     if as_json:
         terminal.print_json(_history(found))
@@ -236,6 +238,8 @@ def history(
     flat = found.values.reshape(len(found.steps), len(found.rows), -1)
     count = min(columns, flat.shape[2])
     names = ["step", "row", "held", "norm", *map(str, range(count))]
+    if any(found.marks):
+        names.insert(1, "mark")
     lines = [
         _history_line(found, flat, number, place, count)
         for place in range(len(found.rows))
@@ -253,7 +257,8 @@ def _history_line(found: History, flat: Any, number: int, place: int, count: int
     held = "yes" if found.written[number, place] else ""
     norm = float(np.linalg.norm(wide))
     first = wide[:count].tolist()
-    return [int(found.steps[number]), int(found.rows[place]), held, norm, *first]
+    mark = [found.marks[number] or ""] if any(found.marks) else []
+    return [int(found.steps[number]), *mark, int(found.rows[place]), held, norm, *first]
 
 
 def _save(save: Save) -> dict[str, Any]:
@@ -326,6 +331,7 @@ def _history(found: History) -> list[dict[str, Any]]:
     return [
         {
             "step": int(step),
+            "mark": found.marks[number],
             "row": int(row),
             "held": bool(found.written[number, place]),
             "values": found.values[number, place],

@@ -36,7 +36,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import LogPoint, Logs
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
 from deltackpt.units import size
@@ -331,18 +331,20 @@ class Checkpoints:
         *,
         field: str = blocks.VALUES,
         steps: Sequence[int] | None = None,
+        log: bool = True,
     ) -> History:
-        """Values of some rows over the steps; each save is read once.
+        """Values of some rows over the steps; each save, and mark of the log, is read once.
 
         Args:
           table: name of the table.
           rows: row numbers.
           field: ``values``, or ``slot.<name>``.
           steps: which steps; all by default.
+          log: whether the points of the log are told, too, where no steps are named.
 
         Raises:
           TemplateMismatch: no step has such a table, field or row.
-          Damaged, BrokenChain, StepGone: a step cannot be read.
+          Damaged, BrokenChain, StepGone: a step, or a mark, cannot be read.
         """
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
@@ -355,6 +357,7 @@ class Checkpoints:
                 np.atleast_1d(rows),
                 field,
                 all_steps=steps is None,
+                log=Logs(self._root.log_at).read() if log and steps is None else None,
             )
             now = {step: self._at(step).stamp() for step in places}
             # Steps that take the place of rolled-back ones must not stand beside these.

@@ -75,7 +75,7 @@ def _summary(found: LogState) -> Finding:
         area="directory",
         subject="log",
         severity="ok",
-        found=f"{units.count(len(found.stretches), 'stretch')}, {units.size(nbytes)}; {newest}",
+        found=f"of {units.count(len(found.stretches), 'run')}, {units.size(nbytes)}; {newest}",
         figures={
             "stretches": len(found.stretches),
             "full_points": len(points),
