@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from deltackpt.errors import Damaged, FormatTooNew
+import contextlib
+
+from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.reading.stretches import Logs
 
@@ -19,10 +21,8 @@ def remove(logs: Logs, number: int) -> None:
       StorageError: the store refused.
     """
     folders = {logs.at / str(number)}
-    try:
+    with contextlib.suppress(RestoreError):  # Nobody can say where else it was.
         folders.add(logs.segments_of(logs.head(number)))
-    except (Damaged, FormatTooNew):
-        pass
     for folder in folders:
         folder.store.delete([(folder / key).key for key in folder.keys()])
     place = logs.at / names.stretch_name(number)
