@@ -371,6 +371,13 @@ def test_trimming_removes_earlier_stretches_whose_heads_are_damaged(copy):
     assert {path.name for path in (copy / "log").glob("*.msgpack")} == {"2.msgpack"}
 
 
+def test_roots_that_share_a_directory_for_their_logs_do_not_meet(tmp_path):
+    roots = [write_short(tmp_path / name, directory=str(tmp_path / "logs")) for name in "ab"]
+    for root in roots:
+        report = verify_root(root)
+        assert report.intact and [one.point.step for one in report.points] == [1]
+
+
 # The doctor.
 
 

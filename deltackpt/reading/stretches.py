@@ -240,8 +240,8 @@ class Logs:
         return self._heads[stretch]
 
     def segments_of(self, head: StretchHead) -> Spot:
-        """The folder of a stretch's logs."""
-        at = self.at if head.directory is None else spot(head.directory)
+        """The folder of a stretch's logs; another directory may be that of several roots."""
+        at = self.at if head.directory is None else spot(head.directory) / head.run
         return at / str(head.stretch)
 
     def read(self) -> History:
