@@ -25,11 +25,11 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.log import batch
 from deltackpt.log.segments import SegmentWriter
-from deltackpt.reading import replay, saves
+from deltackpt.reading import log_states, replay, saves
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.reading.targets import Targets
 from deltackpt.storage.store import spot
-from deltackpt.upkeep import doctor
+from deltackpt.upkeep import doctor, verify_log
 from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.doctor import log as doctor_log
 from deltackpt.upkeep.verify import verify_root
@@ -298,6 +298,19 @@ def test_what_counts_no_more_may_be_damaged(copy):
     report = verify_root(copy)
     assert report.intact and sum("counts no more" in note for note in report.notes) == 2
     assert [verdict.point.step for verdict in report.points] == [20]
+
+
+def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy, monkeypatch):
+    def then_trimmed(at):
+        found = log_states.log_state(at)
+        for path in segments(copy):
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(verify_log, "log_state", then_trimmed)
+    report = verify_root(copy)
+    assert report.intact and report.points == ()
+    assert any("trimmed while" in note for note in report.notes)
 
 
 def test_dense_leaves_without_a_chunk_are_found(tmp_path):

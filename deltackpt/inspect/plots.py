@@ -477,7 +477,7 @@ def _drift(
     if rows is None:
         rows = sample(total, tables[table].row_bytes * len(later), seed)
     steps = [later[place] for place in _spread(len(later), _MOST_DRIFT_STEPS)]
-    history = ck.history(table, np.unique(np.asarray(rows, np.int64)), steps=steps, log=False)
+    history = ck.history(table, np.unique(np.asarray(rows, np.int64)), steps=steps)
     origin = history.values[0].astype(np.float64)
     return _Drift(
         steps=history.steps.tolist(),

@@ -75,6 +75,8 @@ class _LogAudit:
         self._found = found
         self._meter = meter
         self._broken = _Broken()
+        #: Marks that were trimmed while they were read: no restore needs them.
+        self._trimmed: set[SaveId] = set()
         if found.problem is not None:
             number = found.stretches[0].number
             self._tell(f"{names.LOG}/{names.stretch_name(number)}", found.problem)
@@ -113,7 +115,8 @@ class _LogAudit:
                     dense.setdefault(mark.save_id, []).append((value, text))
                 self._meter.add(mark.nbytes)
         for point in era.points():
-            if point.full and point.save_id not in self._broken.point:
+            known = point.save_id in self._broken.point or point.save_id in self._trimmed
+            if point.full and not known:
                 self._check_keys(era.head, point, dense.get(point.save_id, ()))
         self._look_at_ends(era)
 
@@ -141,7 +144,7 @@ class _LogAudit:
         """Whether a mark was trimmed while it was read."""
         if all(frame.segment.is_file() for frame in mark.frames):
             return False
-        self.notes.append(f"the mark of step {mark.save_id.step} was trimmed while it was verified")
+        self._trimmed.add(mark.save_id)
         return True
 
     def _void(self, mark: Mark, error: Damaged | StorageError | str) -> None:
@@ -203,6 +206,8 @@ class _LogAudit:
             return ()
         ways, unreached = coverings(history, steps)
         found = [verdict for one in ways for verdict in self._along(one)]
+        if self._trimmed:
+            self.notes.append(f"{len(self._trimmed)} marks were trimmed while they were verified")
         newest = max((step for step in steps if history.has_step(steps[step])), default=-1)
         # What lies below a step was trimmed, unless something is wrong.
         lost = [one for one in unreached if one.full and (one.step > newest or self.problems)]
@@ -225,7 +230,7 @@ class _LogAudit:
         ]
         bad = [one for one in sorted(order) if one[2] in self._broken.rows]
         for point in found.points:
-            if not point.full:
+            if not point.full or point.save_id in self._trimmed:
                 continue
             own = self._broken.point.get(point.save_id)
             place = point.stretch, point.save_id.attempt

@@ -18,7 +18,6 @@ from deltackpt.upkeep.doctor.findings import (
     Finding,
     ago_text,
 )
-from deltackpt.upkeep.doctor.log import log_findings
 
 
 def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
@@ -87,8 +86,9 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
 
 
 def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
-    """Steps, leftovers and the lease."""
+    """Steps, the log between them, leftovers and the lease."""
     from deltackpt.ledger.directory import Root
+    from deltackpt.upkeep.doctor.log import log_findings
 
     path = Path(directory).absolute()
     if not SCHEME.match(directory) and not path.exists():
