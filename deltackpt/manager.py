@@ -397,10 +397,11 @@ class CheckpointManager:
                     "log: expected a manager with a log, found none; make it with "
                     "ManagerOptions(log=LogOptions())"
                 )
+            assert self._recorder is not None
+            self._recorder.count()
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
-            call = Call(touched, ids, items, full, started)
-            assert self._recorder is not None
+            call = Call(touched, ids, items, full, started, self._saver.is_lost)
             found = self._recorder.log(step, split, call)
             if isinstance(found, Logged):
                 return found

@@ -149,15 +149,15 @@ class Saver:
             # Looked at only then: reading the clocks waits for the step that computes them.
             self._go_back(split, arguments.touched)
         run.check_above(step)
-        if run.tracker is None:
-            marks = Embeddings(split=split, touched=arguments.touched).marks
-            run.log.check(split, marks)
         run.roll_back(step)
         run.log.begin(split)
         run.held.begin(run.lineage.goes_on, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:
+            if run.tracker is None:
+                marks = Embeddings(split=split, touched=arguments.touched).marks
+                run.log.check(split, marks)
             pending = self._take(step, attempt, split, arguments, items)
         except Exception as error:
             self._drop(items)
@@ -167,6 +167,7 @@ class Saver:
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
+                run.log.refused(split)
             raise
         flight = self._hand_over(step, attempt, items, pending, arguments, started)
         run.log.saved()

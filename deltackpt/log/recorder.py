@@ -8,6 +8,10 @@ one: what training left is dead from then on.
 
 Calls are counted on all processes alike, those that take nothing too: the number is the mark's, and
 says whether it is full. So a process that fails makes a point void, and never the next.
+
+Where it saves a step in the place of a mark, all processes do: for reasons that all find at the
+same call, or at a call that they have agreed on (``agreement``). So what only one process meets is
+raised after all that the others wait for: whatever it is, they are at the same collective.
 """
 
 from __future__ import annotations
@@ -21,14 +25,18 @@ from typing import Any, NamedTuple
 
 from deltackpt import events
 from deltackpt.errors import OptionError, StorageError, TrackingError
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.stretches import StretchHead
+from deltackpt.handlers.board import JobBoard
 from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
+from deltackpt.log.agreement import Wish
+from deltackpt.log.assembly import Assembly
 from deltackpt.log.batch import Item, items_of
 from deltackpt.log.logged_rows import LoggedRows
 from deltackpt.log.stretch import Stretch, write_head
 from deltackpt.log.taking import Rows
-from deltackpt.log.writer import LogWriter
+from deltackpt.log.writer import Failure, LogWriter
 from deltackpt.options import LogOptions
 from deltackpt.outcomes import Logged
 from deltackpt.reading.stretches import LogPoint, Logs
@@ -60,6 +68,7 @@ class Call(NamedTuple):
     items: Mapping[str, Any] | None
     full: bool | None
     started: float
+    lost: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,6 +110,14 @@ class Recorder:
             )
         self._logs = Logs(run.held.log_at)
         self._stretch: Stretch | None = None
+        #: Of several processes: that of the stretch, also where that has ended.
+        self._assembly: Assembly | None = None
+        #: Why all processes save at this call.
+        self._agreed: Wish | None = None
+        #: The tables of a save that the others have begun, and this process could not.
+        self._refused: Layout | None = None
+        #: The tables that the head names.
+        self._layout: Layout | None = None
         self._chain: _Chain | None = None
         #: The run of which it is all; another one after a restore.
         self._of_run = ""
@@ -123,6 +140,18 @@ class Recorder:
 
     # Marks.
 
+    def count(self) -> None:
+        """Counts a call of ``log()``: before anything that may fail on this process alone.
+
+        Raises:
+          StorageError: whether all save at this call cannot be found out.
+        """
+        self._follow_run()
+        self._calls += 1
+        self._agreed = None if self._assembly is None else self._assembly.call()
+        if self._agreed is not None and self._agreed.anew:
+            self._chain, self._begun = None, False
+
     def log(self, step: int, split: Split, call: Call) -> Logged | Due:
         """Takes a mark; as ``CheckpointManager.log``.
 
@@ -136,30 +165,32 @@ class Recorder:
         """
         options = self._options
         assert options is not None
-        self._follow_run()
-        self._calls += 1
         number = self._calls
+        failure = self._tell()
+        marks = self._marks(split, call.touched)
+        clocks = snapshot.clocks_of(split, marks)
+        reason, refused = self._due(split, clocks, call.lost, failure)
+        if reason is None and not refused and (not self._begun or self._layout != split.layout):
+            self._open(split)
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
         self._check_above(step)
         chain: _Chain | None = None
         try:
-            reason = self._tell(options)
-            marks = self._marks(split, call.touched)
-            clocks = snapshot.clocks_of(split, marks)
-            reason = reason or self._why_not(split, clocks)
             if reason is not None:
                 return Due(reason)
-            if self._ended is not None:
-                return self._logged(step, None, f"skipped: {self._ended}", call.started)
-            self.begin(split)
+            if refused or self._ended is not None:
+                why = self._ended or "this process could not do its part of the last save"
+                return self._logged(step, None, f"skipped: {why}", call.started)
+            if failure is not None and options.on_failure == "raise":
+                raise failure.error() from failure.cause
             full = call.full
             if full is None:
                 full = options.dense != "soft" and number % options.dense_every == 0
             full = full or not split.layout.dense
             if not self._take(step, number, split, marks, rows, items, full, call.started):
-                reason = "skipped: the buffer is full; the next call takes these rows too"
-                return self._logged(step, None, reason, call.started)
+                why = "skipped: the buffer is full; the next call takes these rows too"
+                return self._logged(step, None, why, call.started)
             chain = self._chain
         finally:
             if chain is None and rows is not None and self._stretch is not None:
@@ -252,10 +283,28 @@ class Recorder:
                 "restored, found an older or equal one; log each step once"
             )
 
+    def _due(
+        self, split: Split, clocks: Clocks, lost: bool, failure: Failure | None
+    ) -> tuple[str | None, bool]:
+        """Why a step must be saved; and whether this process alone can take no mark."""
+        reason = self._why_not(split, clocks)
+        if self._agreed is not None:
+            return reason or self._agreed.reason, False
+        if reason is not None and self._refused == split.layout:
+            # The others have begun the save of which this asks for another one.
+            self._ask("one of them could not do its part of the last save")
+            return None, True
+        if reason is None and (needed := self._needed(split, lost, failure)) is not None:
+            if self._run.among.count == 1:
+                return needed, False
+            self._ask(needed)
+        return reason, False
+
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Why a step must be saved first; None where a mark can be taken.
 
-        All processes find the same: it depends on nothing that differs between them.
+        All processes find the same, unless one was refused its part of a save: it depends on
+        nothing else that differs between them.
         """
         if any(clock_exhausted(reading.clock) for reading in clocks.readings):
             return "the clock is exhausted"
@@ -267,33 +316,51 @@ class Recorder:
             reason = self._unfit(known, split, clocks)
             if reason is None:
                 self._root_at(known)
-        if reason is None and self._run.among.count == 1 and self._is_long(split):
-            return "the log has grown to LogOptions.most_bytes"
         return reason
+
+    def _needed(self, split: Split, lost: bool, failure: Failure | None) -> str | None:
+        """Why this process needs a step, although it can take a mark."""
+        writer, options = self._writer, self._options
+        assert options is not None
+        if lost and self._chain is not None and not self._anchored(self._chain):
+            return "the save that the marks go on from has failed"
+        if writer is None:
+            return None
+        if failure is not None and writer.failures >= _FAILURES:
+            return f"the log has failed again: {failure.cause}"
+        grown = writer.bytes_written - self._bytes_at_step
+        if self._assembly is not None:
+            # All processes together.
+            self._assembly.grew(grown, writer.dense_bytes)
+            return None
+        limit = options.most_bytes * (_base_bytes(split.layout) + writer.dense_bytes)
+        return "the log has grown to LogOptions.most_bytes" if grown > limit else None
+
+    def _ask(self, reason: str, *, anew: bool = False) -> None:
+        """Asks for a step of all processes."""
+        if self._assembly is not None:
+            self._assembly.wish(Wish(reason, anew))
 
     def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
         if known.layout != split.layout:
             return "the tables are not those of the step below"
         return doubt(clocks, known)
 
-    def _is_long(self, split: Split) -> bool:
-        options, writer = self._options, self._writer
-        if options is None or writer is None:
-            return False
-        grown = writer.bytes_written - self._bytes_at_step
-        base = base_bytes(split.layout.groups) + writer.dense_bytes
-        return grown > options.most_bytes * max(base, _LEAST_BASE_BYTES)
-
     def _root_at(self, known: Known) -> None:
         """The next mark goes on from a save, or from the point that was restored above it."""
         anchor = known.info.save_id if known.continues is None else known.continues.save_id
         committed = known.continues is not None or self._run.lineage.is_committed(anchor)
-        if self._chain is not None and self._chain.last.layout != known.layout:
-            self._begun = False  # The head says what the tables are.
         self._chain = _Chain(last=known, root=anchor, anchor=anchor, committed=committed)
 
-    def _tell(self, options: LogOptions) -> str | None:
-        """Tells what has happened in the background; returns why a step must be saved."""
+    def _tell(self) -> Failure | None:
+        """Tells what has happened in the background; returns what has failed.
+
+        Raises:
+          FencedError: the root is another's.
+        """
+        while self._assembly is not None and self._assembly.alarms:
+            behind = self._assembly.alarms.popleft()
+            self._run.tell_failure("log", None, behind, time.perf_counter())
         writer = self._writer
         if writer is None:
             return None
@@ -302,16 +369,13 @@ class Recorder:
         if writer.fenced is not None:
             raise writer.fenced
         failure = writer.take_failure()
-        if failure is None:
-            return None
-        for step in failure.steps:
-            self._run.tell_failure("log", step, failure.cause, failure.since)
-        if options.on_failure == "raise":
-            raise failure.error() from failure.cause
-        if writer.failures >= _FAILURES and self._run.among.count == 1:
-            return f"the log has failed again: {failure.cause}"
-        events.warn(str(failure.error()))
-        return None
+        if failure is not None:
+            for step in failure.steps:
+                self._run.tell_failure("log", step, failure.cause, failure.since)
+            assert self._options is not None
+            if self._options.on_failure == "save":
+                events.warn(str(failure.error()))
+        return failure
 
     def _logged(self, step: int, kind: Any, reason: str, started: float) -> Logged:
         return Logged(
@@ -368,6 +432,7 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""
+        self._leave_assembly()
         if self._stretch is not None:
             self._stretch.writer.close()
 
@@ -381,8 +446,11 @@ class Recorder:
           StorageError: it cannot be written.
         """
         self._follow_run()
-        if self._begun:
-            return
+        if not self._begun:
+            self._open(split)
+
+    def _open(self, split: Split) -> None:
+        """Begins a stretch: all processes do, at the same call."""
         run, logs = self._run, self._options is not None
         known, continues = run.lineage.newest_known, run.lineage.continues
         if self._ended is not None or (known is not None and known.continues != continues):
@@ -403,7 +471,8 @@ class Recorder:
             )
 
         number = run.among.of_first("beginning the log", write, fatal=True)
-        self._begun = True
+        self._begun, self._layout = True, split.layout
+        self._leave_assembly()
         owed: Rows = {}
         if self._stretch is not None:
             owed = self._stretch.close()
@@ -413,7 +482,29 @@ class Recorder:
                 head = self._logs.head(number)
                 self._stretch = Stretch.open(run, head, self._logs)
                 self._stretch.writer.owe(owed)
-            self._bytes_at_step = 0
+            self._bytes_at_step, self._ended = 0, None
+            self._join_assembly(head, split.layout)
+
+    def _join_assembly(self, head: StretchHead, layout: Layout) -> None:
+        stretch, options = self._stretch, self._options
+        assert stretch is not None and options is not None
+        if self._run.among.count == 1:
+            return
+        self._assembly = Assembly(
+            JobBoard(),
+            f"deltackpt/log/{head.run}/{head.stretch}",
+            stretch.progress,
+            calls=self._calls,
+            most_bytes=options.most_bytes,
+            base_bytes=_base_bytes(layout),
+            deadline_secs=options.deadline_secs,
+        )
+        self._assembly.start()
+
+    def _leave_assembly(self) -> None:
+        if self._assembly is not None:
+            self._assembly.close()
+            self._assembly = None
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
@@ -439,9 +530,16 @@ class Recorder:
         assert known is not None
         if chain is None or not self._anchored(chain) or chain.last.layout != known.layout:
             self._root_at(known)
+        self._refused = None
+        if self._assembly is not None:
+            self._assembly.saved()
         if (writer := self._writer) is not None:
             writer.roll()
             self._bytes_at_step = writer.bytes_written
+
+    def refused(self, split: Split) -> None:
+        """See ``Log``: only a save of all makes this process's marks go on again."""
+        self._refused = split.layout
 
     def distrust(self, reason: str) -> None:
         """See ``Log``: a head that goes on from no point kills those of this run."""
@@ -449,6 +547,7 @@ class Recorder:
         if self._stretch is None:
             return
         owed = self._stretch.close()
+        self._stretch.void()
         known = self._committed[-1] if self._committed else None
         write_head(
             self._logs,
@@ -462,8 +561,9 @@ class Recorder:
         del owed  # Stamps, or ids, say no more what was touched.
         self._stretch, self._chain = None, None
         if self._run.among.count > 1:
-            # The others do not know of it: no mark of theirs makes a point without ours.
+            # No mark of the others makes a point without ours.
             self._ended = reason
+            self._ask(reason, anew=True)
         else:
             self._begun = False
 
@@ -473,7 +573,8 @@ class Recorder:
         if lineage.run == self._of_run:
             return
         self._of_run, self._begun, self._ended = lineage.run, False, None
-        self._chain = None
+        self._chain = self._refused = None
+        self._leave_assembly()
         self._newest_step = -1
         self._given_rows.forget()
         self._committed.clear()
@@ -493,6 +594,11 @@ class Recorder:
         head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
         at = self._run.held.log_at
         self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
+
+
+def _base_bytes(layout: Layout) -> int:
+    """Bytes of a base without dense leaves; of a small one as many as are replayed in no time."""
+    return max(base_bytes(layout.groups), _LEAST_BASE_BYTES)
 
 
 def _trim(at: Any, head: Any, process: int, oldest: SaveId) -> None:
