@@ -291,7 +291,9 @@ class CheckpointManager:
             try:
                 return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
             except TrackingError:
-                self._run.lineage.distrust("verify_tracking found rows that are not marked")
+                reason = "verify_tracking found rows that are not marked"
+                self._run.lineage.distrust(reason)
+                self._run.log.distrust(reason)
                 raise
 
     def reached_preemption(self, step: int) -> bool:

@@ -52,17 +52,21 @@ class Logger(Worker):
         found = [one for one in self._events if type(one).__name__ == name]
         return {"events": [dataclasses.asdict(one) for one in found]}
 
-    def log(self, ids: bool = False, without: int = 0, **arguments: Any) -> dict[str, Any]:
+    def log(
+        self, ids: bool = False, without: int = 0, beyond: int | None = None, **arguments: Any
+    ) -> dict[str, Any]:
         """Logs the state.
 
         Args:
           ids: whether it says which rows the last step has changed.
           without: how many of them it leaves out, of each table.
+          beyond: a process that names rows beyond the tables.
           **arguments: of ``log``.
         """
         if ids:
             changed = self._model.changed(self._step)
-            arguments["ids"] = {name: rows[without:] for name, rows in changed.items()}
+            more = 10**6 if beyond == self._task["process"] else 0
+            arguments["ids"] = {name: rows[without:] + more for name, rows in changed.items()}
         found = self._manager.log(
             self._step,
             self._state,
@@ -104,6 +108,10 @@ class Logger(Worker):
             if at == step:
                 return {"recovery": _plain(found)}
             assert time.monotonic() < deadline, f"expected {step}, found {found}"
+
+    def verify_tracking(self) -> None:
+        """Looks at every row for whether it is marked."""
+        self._manager.verify_tracking(self._state, touched=self._given())
 
     def points(self) -> dict[str, Any]:
         """Steps of the full points."""
@@ -152,6 +160,7 @@ class Logger(Worker):
         return found | {"point": None if point is None else point.step}
 
 
+many_worker.POINTS["before the log is forced"] = many_worker._before(segments.SegmentWriter, "sync")
 many_worker.Worker = Logger  # What the forked processes are.
 
 if __name__ == "__main__":

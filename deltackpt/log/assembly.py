@@ -113,8 +113,10 @@ class Assembly:
             self._tell()
 
     def saved(self) -> None:
-        """A step is being saved: nothing is needed any more."""
-        self._wish, self._grown = None, 0
+        """A step is being saved: nothing is needed any more, unless the log must begin anew."""
+        if self._wish is not None and not self._wish.anew:
+            self._wish = None
+        self._grown = 0
         self._tell()
 
     def grew(self, nbytes: int, dense_bytes: int) -> None:

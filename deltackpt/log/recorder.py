@@ -170,7 +170,7 @@ class Recorder:
         marks = self._marks(split, call.touched)
         clocks = snapshot.clocks_of(split, marks)
         reason, refused = self._due(split, clocks, call.lost, failure)
-        if reason is None and not refused and (not self._begun or self._layout != split.layout):
+        if reason is None and (not self._begun or self._layout != split.layout):
             self._open(split)
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
@@ -188,7 +188,9 @@ class Recorder:
             if full is None:
                 full = options.dense != "soft" and number % options.dense_every == 0
             full = full or not split.layout.dense
-            if not self._take(step, number, split, marks, rows, items, full, call.started):
+            assert self._chain is not None and self._chain.last.settled is not None
+            since = clocks_seen(clocks, self._chain.last.settled)
+            if not self._take(step, number, split, marks, since, rows, items, full, call.started):
                 why = "skipped: the buffer is full; the next call takes these rows too"
                 return self._logged(step, None, why, call.started)
             chain = self._chain
@@ -196,6 +198,7 @@ class Recorder:
             if chain is None and rows is not None and self._stretch is not None:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
+                self._given_rows.keep(rows)
         assert chain is not None
         if rows is not None:
             self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
@@ -213,6 +216,7 @@ class Recorder:
         number: int,
         split: Split,
         marks: Sequence[Marks],
+        since: Mapping[str, int],
         rows: Rows | None,
         items: Sequence[Item],
         full: bool,
@@ -221,14 +225,13 @@ class Recorder:
         """Hands a batch to the writer; returns whether there was room for it."""
         options, stretch, chain = self._options, self._stretch, self._chain
         assert options is not None and stretch is not None and chain is not None
-        assert chain.last.settled is not None
         writer = stretch.writer
         owed = writer.take_owed()
         try:
             segments = taking.segments_of(
                 split,
                 marks,
-                since=clocks_seen(snapshot.clocks_of(split, marks), chain.last.settled),
+                since=since,
                 rows=rows,
                 owed=owed,
                 always=full,
@@ -287,6 +290,8 @@ class Recorder:
         self, split: Split, clocks: Clocks, lost: bool, failure: Failure | None
     ) -> tuple[str | None, bool]:
         """Why a step must be saved; and whether this process alone can take no mark."""
+        if any(clock_exhausted(reading.clock) for reading in clocks.readings):
+            return "the clock is exhausted", False
         reason = self._why_not(split, clocks)
         if self._agreed is not None:
             return reason or self._agreed.reason, False
@@ -306,8 +311,6 @@ class Recorder:
         All processes find the same, unless one was refused its part of a save: it depends on
         nothing else that differs between them.
         """
-        if any(clock_exhausted(reading.clock) for reading in clocks.readings):
-            return "the clock is exhausted"
         reason = "there is no step, and no point, that a mark could go on from"
         if self._chain is not None:
             reason = self._unfit(self._chain.last, split, clocks)
@@ -394,7 +397,9 @@ class Recorder:
         Args:
           fresh: whether other processes are asked how far they are, however lately they were.
         """
-        step = None if not self._committed else self._committed[-1].step
+        if (newest := self._run.lineage.newest_committed) is not None:
+            self._note_committed(newest)
+        step = None if newest is None else newest.step
         stretch, chain = self._stretch, self._chain
         point = None
         if stretch is not None and chain is not None and self._anchored(chain):
@@ -548,16 +553,18 @@ class Recorder:
             return
         owed = self._stretch.close()
         self._stretch.void()
-        known = self._committed[-1] if self._committed else None
-        write_head(
-            self._logs,
-            run=self._run.lineage.run,
-            layout=None,
-            process_count=0,
-            base=known,
-            continues=None,
-            directory=None,
-        )
+        if self._logs.numbers()[0] == self._stretch.head.stretch:
+            # Else that is done, or the root is another trainer's, whose log this must not end.
+            self._run.held.check_lease()
+            write_head(
+                self._logs,
+                run=self._run.lineage.run,
+                layout=None,
+                process_count=0,
+                base=self._committed[-1] if self._committed else None,
+                continues=None,
+                directory=None,
+            )
         del owed  # Stamps, or ids, say no more what was touched.
         self._stretch, self._chain = None, None
         if self._run.among.count > 1:
