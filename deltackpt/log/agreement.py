@@ -170,6 +170,8 @@ class Leader:
             if len(accepted) == self._count:
                 return Settle(proposal, True)
             late = now - self._since >= self._deadline_secs
+            # Where one has left the call behind, it has settled that itself.
+            late = late or any(one.calls > proposal.number for one in statuses.values())
             return Settle(proposal, False) if late else None
         if len(statuses) < self._count or now < self._not_before:
             return None
