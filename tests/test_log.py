@@ -209,6 +209,22 @@ def test_a_restored_point_is_where_later_points_of_the_earlier_run_end(tmp_path,
         model.assert_same(by_point.state, training.states[1])
 
 
+def test_steps_above_a_point_that_training_goes_on_from_are_moved_aside(tmp_path, training):
+    with manager_of(tmp_path) as manager:
+        training.begin(manager)
+        training.log(manager)
+        training.log(manager)
+        training.save(manager)
+    with manager_of(tmp_path) as manager:
+        training.goes_on_from(manager.restore(1, training.state))
+        assert manager.goes_on_from == 1
+        with pytest.warns(UserWarning, match="later steps"):
+            training.log(manager)
+        assert manager.goes_on_from == 1
+    with manager_of(tmp_path) as manager:
+        assert restored(manager, training).step == 2
+
+
 def test_a_run_without_a_log_ends_the_points_that_it_does_not_go_on_from(tmp_path, training):
     with manager_of(tmp_path) as manager:
         training.begin(manager)

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltackpt import events
-from deltackpt.errors import OptionError, StorageError, TrackingError
+from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.handlers.board import JobBoard
@@ -170,11 +170,14 @@ class Recorder:
         marks = self._marks(split, call.touched)
         clocks = snapshot.clocks_of(split, marks)
         reason, refused = self._due(split, clocks, call.lost, failure)
-        if reason is None and (not self._begun or self._layout != split.layout):
-            self._open(split)
+        self._check_above(step)
+        if reason is None:
+            # Steps that training left are newer than its marks.
+            self._run.roll_back(step)
+            if not self._begun or self._layout != split.layout:
+                self._open(split)
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
-        self._check_above(step)
         chain: _Chain | None = None
         try:
             if reason is not None:
@@ -434,6 +437,14 @@ class Recorder:
             while writer.reports:
                 events.emit(writer.reports.popleft(), self._run.sinks)
         return self.recovery(fresh=True)
+
+    def settle_quietly(self) -> None:
+        """Waits until all marks are durable, or have failed; the next ``log()`` tells of that."""
+        if self._options is not None and (writer := self._writer) is not None:
+            try:
+                writer.wait(self._options.deadline_secs)
+            except WaitTimeout as error:
+                events.warn(str(error))
 
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""
