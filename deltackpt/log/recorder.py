@@ -26,14 +26,11 @@ from typing import Any, NamedTuple
 from deltackpt import events
 from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.stretches import StretchHead
-from deltackpt.handlers.board import JobBoard
 from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
-from deltackpt.log.agreement import Wish
-from deltackpt.log.assembly import Assembly
 from deltackpt.log.batch import Item, items_of
 from deltackpt.log.logged_rows import LoggedRows
+from deltackpt.log.needs import Needs
 from deltackpt.log.stretch import Stretch, write_head
 from deltackpt.log.taking import Rows
 from deltackpt.log.writer import Failure, LogWriter
@@ -44,14 +41,9 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled
 from deltackpt.save.clocks import Clocks, clocks_seen
-from deltackpt.save.flight import Embeddings, base_bytes
+from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
-
-#: A log of some such bases is replayed before anybody waits for it.
-_LEAST_BASE_BYTES = 16 << 20
-#: Failures in a row after which a step is saved.
-_FAILURES = 2
 
 
 class Due(NamedTuple):
@@ -110,12 +102,7 @@ class Recorder:
             )
         self._logs = Logs(run.held.log_at)
         self._stretch: Stretch | None = None
-        #: Of several processes: that of the stretch, also where that has ended.
-        self._assembly: Assembly | None = None
-        #: Why all processes save at this call.
-        self._agreed: Wish | None = None
-        #: The tables of a save that the others have begun, and this process could not.
-        self._refused: Layout | None = None
+        self._needs = Needs(run)
         #: The tables that the head names.
         self._layout: Layout | None = None
         self._chain: _Chain | None = None
@@ -129,7 +116,6 @@ class Recorder:
         self._calls = 0
         self._newest_step = -1
         self._given_rows = LoggedRows()
-        self._bytes_at_step = 0
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         self._staging = Staging((self._options or LogOptions()).buffer_bytes)
@@ -148,8 +134,8 @@ class Recorder:
         """
         self._follow_run()
         self._calls += 1
-        self._agreed = None if self._assembly is None else self._assembly.call()
-        if self._agreed is not None and self._agreed.anew:
+        self._needs.call()
+        if self._needs.agreed is not None and self._needs.agreed.anew:
             self._chain, self._begun = None, False
 
     def log(self, step: int, split: Split, call: Call) -> Logged | Due:
@@ -296,17 +282,13 @@ class Recorder:
         if any(clock_exhausted(reading.clock) for reading in clocks.readings):
             return "the clock is exhausted", False
         reason = self._why_not(split, clocks)
-        if self._agreed is not None:
-            return reason or self._agreed.reason, False
-        if reason is not None and self._refused == split.layout:
-            # The others have begun the save of which this asks for another one.
-            self._ask("one of them could not do its part of the last save")
-            return None, True
-        if reason is None and (needed := self._needed(split, lost, failure)) is not None:
-            if self._run.among.count == 1:
-                return needed, False
-            self._ask(needed)
-        return reason, False
+        needs, agreed = self._needs, self._needs.agreed
+        if agreed is not None:
+            return reason or agreed.reason, False
+        if reason is not None:
+            return (None, True) if needs.waits_for_others(split.layout) else (reason, False)
+        rootless = lost and self._chain is not None and not self._anchored(self._chain)
+        return needs.alone(self._writer, split.layout, failure, rootless=rootless), False
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Why a step must be saved first; None where a mark can be taken.
@@ -323,29 +305,6 @@ class Recorder:
             if reason is None:
                 self._root_at(known)
         return reason
-
-    def _needed(self, split: Split, lost: bool, failure: Failure | None) -> str | None:
-        """Why this process needs a step, although it can take a mark."""
-        writer, options = self._writer, self._options
-        assert options is not None
-        if lost and self._chain is not None and not self._anchored(self._chain):
-            return "the save that the marks go on from has failed"
-        if writer is None:
-            return None
-        if failure is not None and writer.failures >= _FAILURES:
-            return f"the log has failed again: {failure.cause}"
-        grown = writer.bytes_written - self._bytes_at_step
-        if self._assembly is not None:
-            # All processes together.
-            self._assembly.grew(grown, writer.dense_bytes)
-            return None
-        limit = options.most_bytes * (_base_bytes(split.layout) + writer.dense_bytes)
-        return "the log has grown to LogOptions.most_bytes" if grown > limit else None
-
-    def _ask(self, reason: str, *, anew: bool = False) -> None:
-        """Asks for a step of all processes."""
-        if self._assembly is not None:
-            self._assembly.wish(Wish(reason, anew))
 
     def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
         if known.layout != split.layout:
@@ -364,8 +323,7 @@ class Recorder:
         Raises:
           FencedError: the root is another's.
         """
-        while self._assembly is not None and self._assembly.alarms:
-            behind = self._assembly.alarms.popleft()
+        for behind in self._needs.alarms():
             self._run.tell_failure("log", None, behind, time.perf_counter())
         writer = self._writer
         if writer is None:
@@ -448,7 +406,7 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""
-        self._leave_assembly()
+        self._needs.end()
         if self._stretch is not None:
             self._stretch.writer.close()
 
@@ -488,7 +446,7 @@ class Recorder:
 
         number = run.among.of_first("beginning the log", write, fatal=True)
         self._begun, self._layout = True, split.layout
-        self._leave_assembly()
+        self._needs.end()
         owed: Rows = {}
         if self._stretch is not None:
             owed = self._stretch.close()
@@ -498,29 +456,8 @@ class Recorder:
                 head = self._logs.head(number)
                 self._stretch = Stretch.open(run, head, self._logs)
                 self._stretch.writer.owe(owed)
-            self._bytes_at_step, self._ended = 0, None
-            self._join_assembly(head, split.layout)
-
-    def _join_assembly(self, head: StretchHead, layout: Layout) -> None:
-        stretch, options = self._stretch, self._options
-        assert stretch is not None and options is not None
-        if self._run.among.count == 1:
-            return
-        self._assembly = Assembly(
-            JobBoard(),
-            f"deltackpt/log/{head.run}/{head.stretch}",
-            stretch.progress,
-            calls=self._calls,
-            most_bytes=options.most_bytes,
-            base_bytes=_base_bytes(layout),
-            deadline_secs=options.deadline_secs,
-        )
-        self._assembly.start()
-
-    def _leave_assembly(self) -> None:
-        if self._assembly is not None:
-            self._assembly.close()
-            self._assembly = None
+            self._ended = None
+            self._needs.begin(self._stretch, split.layout, self._calls)
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
@@ -546,16 +483,14 @@ class Recorder:
         assert known is not None
         if chain is None or not self._anchored(chain) or chain.last.layout != known.layout:
             self._root_at(known)
-        self._refused = None
-        if self._assembly is not None:
-            self._assembly.saved()
-        if (writer := self._writer) is not None:
+        writer = self._writer
+        self._needs.saved(writer)
+        if writer is not None:
             writer.roll()
-            self._bytes_at_step = writer.bytes_written
 
     def refused(self, split: Split) -> None:
         """See ``Log``: only a save of all makes this process's marks go on again."""
-        self._refused = split.layout
+        self._needs.refused(split.layout)
 
     def distrust(self, reason: str) -> None:
         """See ``Log``: a head that goes on from no point kills those of this run."""
@@ -581,7 +516,7 @@ class Recorder:
         if self._run.among.count > 1:
             # No mark of the others makes a point without ours.
             self._ended = reason
-            self._ask(reason, anew=True)
+            self._needs.ask(reason, anew=True)
         else:
             self._begun = False
 
@@ -591,8 +526,8 @@ class Recorder:
         if lineage.run == self._of_run:
             return
         self._of_run, self._begun, self._ended = lineage.run, False, None
-        self._chain = self._refused = None
-        self._leave_assembly()
+        self._chain = None
+        self._needs.forget()
         self._newest_step = -1
         self._given_rows.forget()
         self._committed.clear()
@@ -612,11 +547,6 @@ class Recorder:
         head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
         at = self._run.held.log_at
         self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
-
-
-def _base_bytes(layout: Layout) -> int:
-    """Bytes of a base without dense leaves; of a small one as many as are replayed in no time."""
-    return max(base_bytes(layout.groups), _LEAST_BASE_BYTES)
 
 
 def _trim(at: Any, head: Any, process: int, oldest: SaveId) -> None:
