@@ -403,6 +403,7 @@ class CheckpointManager:
             self._recorder.count()
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
+            self._saver.go_back(split, touched)
             call = Call(touched, ids, items, full, started, self._saver.is_lost)
             found = self._recorder.log(step, split, call)
             if isinstance(found, Logged):

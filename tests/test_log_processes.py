@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import log_worker
+import many_log_worker
 import many_worker
 import pytest
 from many import Job, Server
@@ -24,7 +24,7 @@ FAR = 5000
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server(log_worker.__file__)
+    server = Server(many_log_worker.__file__)
     yield server
     server.close()
 

@@ -17,6 +17,7 @@ raised after all that the others wait for: whatever it is, they are at the same 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -132,11 +133,8 @@ class Recorder:
         Raises:
           StorageError: whether all save at this call cannot be found out.
         """
-        self._follow_run()
         self._calls += 1
         self._needs.call()
-        if self._needs.agreed is not None and self._needs.agreed.anew:
-            self._chain, self._begun = None, False
 
     def log(self, step: int, split: Split, call: Call) -> Logged | Due:
         """Takes a mark; as ``CheckpointManager.log``.
@@ -151,7 +149,10 @@ class Recorder:
         """
         options = self._options
         assert options is not None
+        self._follow_run()
         number = self._calls
+        if self._needs.agreed is not None and self._needs.agreed.anew:
+            self._chain, self._begun = None, False
         failure = self._tell()
         marks = self._marks(split, call.touched)
         clocks = snapshot.clocks_of(split, marks)
@@ -164,6 +165,9 @@ class Recorder:
                 self._open(split)
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
+        if rows is not None and self._chain is not None:
+            # Where nothing is taken, too: the next mark holds these rows.
+            self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
         chain: _Chain | None = None
         try:
             if reason is not None:
@@ -187,11 +191,8 @@ class Recorder:
             if chain is None and rows is not None and self._stretch is not None:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
-                self._given_rows.keep(rows)
         assert chain is not None
-        if rows is not None:
-            self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
-        else:
+        if rows is None:
             self._given_rows.forget()
         moved = settled(clocks, chain.last)
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
@@ -409,6 +410,8 @@ class Recorder:
         self._needs.end()
         if self._stretch is not None:
             self._stretch.writer.close()
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
 
     # What saves tell; see ``handlers.run.Log``.
 
@@ -461,8 +464,9 @@ class Recorder:
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
+        self._follow_run()
         missing = self._given_rows.missing(split, marks, self._staging)
-        self._given_rows.forget()
+        self._given_rows.compared()
         if missing is not None:
             self.distrust("log(ids=...) left out rows that were touched")
             raise TrackingError(
