@@ -15,7 +15,7 @@ from many_worker import Worker
 from deltackpt import LocalLog, LogOptions
 from deltackpt.log import segments
 from deltackpt.log.writer import LogWriter
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import LogPoint, Logs
 
 #: A test would wait for ever where a process was looked for more often, and not at all.
 _SECS = 60.0
@@ -161,6 +161,7 @@ class Logger(Worker):
 
 
 many_worker.POINTS["before the log is forced"] = many_worker._before(segments.SegmentWriter, "sync")
+many_worker.POINTS["looking for the log"] = many_worker._before(Logs, "head")
 many_worker.Worker = Logger  # What the forked processes are.
 
 if __name__ == "__main__":

@@ -432,3 +432,35 @@ def test_a_process_that_cannot_save_grown_tables_meets_the_others_all_the_same(s
         assert job.one("points")["points"][:2] == [step + 2, step + 1]
         job.close()
     assert_reads_alone(root, step + 2, model)
+
+
+def test_a_process_that_does_not_see_the_head_fails_the_call_on_all_and_the_next_works(
+    server, tmp_path
+):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(root), log={})
+        job.all("start", place=TRAINED)
+        job.ask("fault", at="looking for the log", of=[1])
+        job.answers(of=[1])
+        found = [one["error"]["type"] for one in job.each("log")]
+        assert found == ["ProcessFailed", "OSError"]
+        job.all("train", to=1)
+        assert job.one("log")["saved"] == "base"
+        job.all("wait")
+        logged(job, 3)
+        assert job.one("points")["points"] == [3, 2]
+        job.close()
+    assert_reads_alone(root, 3)
+
+
+def test_processes_that_only_look_at_a_point_log_on_from_their_own(server, tmp_path):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, TRAINED)
+        logged(job, 3)
+        assert {one["wrong"] for one in job.all("look", step=1)} == {None}
+        logged(job, 5)
+        assert job.one("points")["points"] == [5, 4, 3, 2, 1]
+        job.close()
+    assert_reads_alone(root, 5)

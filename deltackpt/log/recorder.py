@@ -117,6 +117,8 @@ class Recorder:
         self._calls = 0
         self._newest_step = -1
         self._given_rows = LoggedRows()
+        #: Rows that no durable mark of an ended stretch holds: the next one's first mark does.
+        self._owed: list[Rows] = []
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         self._staging = Staging((self._options or LogOptions()).buffer_bytes)
@@ -448,19 +450,18 @@ class Recorder:
             )
 
         number = run.among.of_first("beginning the log", write, fatal=True)
-        self._begun, self._layout = True, split.layout
         self._needs.end()
-        owed: Rows = {}
         if self._stretch is not None:
-            owed = self._stretch.close()
+            self._owed.append(self._stretch.close())
             self._stretch = None
         if number is not None and logs:
             with run.among.together("looking for the log", fatal=True):
-                head = self._logs.head(number)
-                self._stretch = Stretch.open(run, head, self._logs)
-                self._stretch.writer.owe(owed)
-            self._ended = None
-            self._needs.begin(self._stretch, split.layout, self._calls)
+                stretch = Stretch.open(run, self._logs.head(number), self._logs)
+            while self._owed:
+                stretch.writer.owe(self._owed.pop())
+            self._stretch, self._ended = stretch, None
+            self._needs.begin(stretch, split.layout, self._calls)
+        self._begun, self._layout = True, split.layout
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
@@ -501,7 +502,8 @@ class Recorder:
         self._follow_run()
         if self._stretch is None:
             return
-        owed = self._stretch.close()
+        # Stamps, or ids, say no more what was touched: what is owed counts for nothing.
+        self._stretch.close()
         self._stretch.void()
         if self._logs.numbers()[0] == self._stretch.head.stretch:
             # Else that is done, or the root is another trainer's, whose log this must not end.
@@ -515,7 +517,6 @@ class Recorder:
                 continues=None,
                 directory=None,
             )
-        del owed  # Stamps, or ids, say no more what was touched.
         self._stretch, self._chain = None, None
         if self._run.among.count > 1:
             # No mark of the others makes a point without ours.
@@ -534,6 +535,7 @@ class Recorder:
         self._needs.forget()
         self._newest_step = -1
         self._given_rows.forget()
+        self._owed.clear()
         self._committed.clear()
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)
