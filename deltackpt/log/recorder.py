@@ -505,6 +505,7 @@ class Recorder:
         # Stamps, or ids, say no more what was touched: what is owed counts for nothing.
         self._stretch.close()
         self._stretch.void()
+        self._owed.clear()
         if self._logs.numbers()[0] == self._stretch.head.stretch:
             # Else that is done, or the root is another trainer's, whose log this must not end.
             self._run.held.check_lease()
