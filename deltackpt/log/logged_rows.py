@@ -40,6 +40,10 @@ class LoggedRows:
         if self._since is None:
             self._since = since
         self._until = until
+        self.keep(rows)
+
+    def keep(self, rows: Mapping[str, np.ndarray]) -> None:
+        """Keeps what was given where no mark was taken: the next one holds it."""
         for table, numbers in rows.items():
             self._rows.setdefault(table, []).append(numbers)
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltackpt import events
-from deltackpt.errors import OptionError, StorageError, TrackingError
+from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
@@ -152,12 +152,16 @@ class Recorder:
                 return Due(reason)
             if self._ended is not None:
                 return self._logged(step, None, f"skipped: {self._ended}", call.started)
+            # Steps that training left are newer than its marks.
+            self._run.roll_back(step)
             self.begin(split)
             full = call.full
             if full is None:
                 full = options.dense != "soft" and number % options.dense_every == 0
             full = full or not split.layout.dense
-            if not self._take(step, number, split, marks, rows, items, full, call.started):
+            assert self._chain is not None and self._chain.last.settled is not None
+            since = clocks_seen(clocks, self._chain.last.settled)
+            if not self._take(step, number, split, marks, since, rows, items, full, call.started):
                 reason = "skipped: the buffer is full; the next call takes these rows too"
                 return self._logged(step, None, reason, call.started)
             chain = self._chain
@@ -165,6 +169,7 @@ class Recorder:
             if chain is None and rows is not None and self._stretch is not None:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
+                self._given_rows.keep(rows)
         assert chain is not None
         if rows is not None:
             self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
@@ -182,6 +187,7 @@ class Recorder:
         number: int,
         split: Split,
         marks: Sequence[Marks],
+        since: Mapping[str, int],
         rows: Rows | None,
         items: Sequence[Item],
         full: bool,
@@ -190,14 +196,13 @@ class Recorder:
         """Hands a batch to the writer; returns whether there was room for it."""
         options, stretch, chain = self._options, self._stretch, self._chain
         assert options is not None and stretch is not None and chain is not None
-        assert chain.last.settled is not None
         writer = stretch.writer
         owed = writer.take_owed()
         try:
             segments = taking.segments_of(
                 split,
                 marks,
-                since=clocks_seen(snapshot.clocks_of(split, marks), chain.last.settled),
+                since=since,
                 rows=rows,
                 owed=owed,
                 always=full,
@@ -330,7 +335,9 @@ class Recorder:
         Args:
           fresh: whether other processes are asked how far they are, however lately they were.
         """
-        step = None if not self._committed else self._committed[-1].step
+        if (newest := self._run.lineage.newest_committed) is not None:
+            self._note_committed(newest)
+        step = None if newest is None else newest.step
         stretch, chain = self._stretch, self._chain
         point = None
         if stretch is not None and chain is not None and self._anchored(chain):
@@ -365,6 +372,14 @@ class Recorder:
             while writer.reports:
                 events.emit(writer.reports.popleft(), self._run.sinks)
         return self.recovery(fresh=True)
+
+    def settle_quietly(self) -> None:
+        """Waits until all marks are durable, or have failed; the next ``log()`` tells of that."""
+        if self._options is not None and (writer := self._writer) is not None:
+            try:
+                writer.wait(self._options.deadline_secs)
+            except WaitTimeout as error:
+                events.warn(str(error))
 
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""

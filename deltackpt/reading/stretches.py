@@ -154,15 +154,13 @@ class Era:
 class History:
     """What the logs of a root hold, as it was read."""
 
-    def __init__(self, eras: tuple[Era, ...], damage: tuple[Damaged, ...] = ()):
+    def __init__(self, eras: tuple[Era, ...]):
         """Made by ``Logs.read``.
 
         Args:
           eras: the stretches that count, newest first.
-          damage: of heads that cannot be read.
         """
         self.eras = eras
-        self.damage = damage
 
     def points(self) -> list[LogPoint]:
         """All points that count, newest first; those that are not full, too."""
@@ -295,8 +293,12 @@ class Logs:
             self._forget(gone)
         if not numbers:
             return History(())
-        eras = [*self._eras(self.head(numbers[0]))]
-        return History(tuple(eras))
+        try:
+            newest = self.head(numbers[0])
+        except Damaged as error:
+            action = "nobody knows which points count; restore a step: restore_latest(log=None)"
+            raise Damaged(error.object_name, error.expected, error.found, action) from error
+        return History(tuple(self._eras(newest)))
 
     def _forget(self, stretch: int) -> None:
         self._heads.pop(stretch, None)
