@@ -204,6 +204,18 @@ class SeenRows:
             np.logical_or(rows, other._rows[name], out=found._rows[name])
         return found
 
+    def add_blocks(self, found: Iterable[RowBlock]) -> None:
+        """The rows of some blocks are held."""
+        for block in found:
+            self.add(block.group, np.asarray(block.rows))
+
+    def has_more_than(self, other: SeenRows, targets: Targets) -> bool:
+        """Whether some of these rows are wanted, and not among others."""
+        for group, (start, stop) in {(one.group, one.rows) for one in targets.all}:
+            if (self._rows[group][start:stop] & ~other._rows[group][start:stop]).any():
+                return True
+        return False
+
     def by_table(self) -> dict[str, np.ndarray]:
         """Table name to the numbers of its rows."""
         found = {}
@@ -269,6 +281,14 @@ class LoggedRows:
         if fresh.all():
             return block
         return block.only(fresh) if fresh.any() else None
+
+
+def segments_of(leg: Leg) -> Iterator[Segment]:
+    """What the frames of rows of some marks hold."""
+    for marks in leg.marks.values():
+        for mark in marks:
+            for frame in _frames_of(mark, Kind.ROWS):
+                yield frame.head.segment
 
 
 def _pieces_of(leg: Leg, layout: Layout, seen: SeenRows) -> Iterator[LoggedRows]:

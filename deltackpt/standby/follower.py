@@ -314,8 +314,8 @@ class Follower:
         further = None if held is None else self._further(goal, held)
         if held is not None and further is not None:
             try:
-                self._apply(further[0], held.chain, further[1], goal)
-                return True
+                if self._apply(further[0], held.chain, further[1], goal):
+                    return True
             except DamagedLog:
                 raise
             except RestoreError as error:
@@ -336,7 +336,7 @@ class Follower:
             return None if further is None else (further, goal.way)
         rest = None if goal.way is None else goal.way.after(held.point)
         if rest is not None:
-            # Above another step all its marks are applied: codecs may make other bits of a row.
+            # Above another step all its marks are applied: it may have other bits of their rows.
             return further, goal.way if further else rest
         if further and self._marks.leads_to(goal.save_id, held.point):
             return further, goal.way
@@ -354,12 +354,13 @@ class Follower:
         goal = Goal(save=chain[-1], way=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
+        lossless = work.are_lossless(chain, None)
         with self._beside(goal) as beside:
             tables = self._tables
             if tables is not None and tables.layout == goal.save.layout:
                 with self._changing(tables) as publish:
                     reader.fill(chain, publish.targets)
-                    publish(infos, goal, beside)
+                    publish(infos, goal, beside, lossless=lossless)
                 return
             tables = self._new_tables(goal.save.layout, previous=self.nbytes)
             try:
@@ -368,7 +369,7 @@ class Follower:
                 tables.memory.close()
                 raise
             with self._changing(tables) as publish:
-                publish(infos, goal, beside)
+                publish(infos, goal, beside, lossless=lossless)
 
     def _apply(
         self,
@@ -376,7 +377,7 @@ class Follower:
         before: tuple[SaveInfo, ...],
         marks: Way | None,
         goal: Goal,
-    ) -> None:
+    ) -> bool:
         """Adds saves of the same tables and marks to what is held, and makes it what is wanted.
 
         Args:
@@ -384,13 +385,22 @@ class Follower:
           before: what of the held chain they go on from; nothing where the first is a base.
           marks: to be applied after the saves: all of the way, or what is left of it.
           goal: what it then is.
+
+        Returns:
+          Whether it is; False where rows of marks would stay, with other bits than the saves have,
+          and nothing has changed.
         """
         tables, held = self._tables, self._holding
         assert tables is not None
         if not before:
             work_of = [reader.pieces(save, tables.targets) for save in further]
             reader.check_covered(further, tables.targets, work_of)
-        seen = SeenRows(tables.layout)
+        seen, found_rows = SeenRows(tables.layout), SeenRows(tables.layout)
+        lossless = work.are_lossless(further, marks) and (
+            not before or (held is not None and held.lossless)
+        )
+        # Callers name more rows to the log than were touched, whose bits a lossy codec changes.
+        to_go = None if lossless or not (before and further) else held and held.replayed
 
         def loads(seen: SeenRows) -> Iterator[Load]:
             return work.loads(further, marks, tables.targets, tables.layout, seen)
@@ -404,6 +414,7 @@ class Follower:
                 found = load()
                 staged += found
                 staged_bytes += sum(one.nbytes for one in found)
+                found_rows.add_blocks(found if to_go is not None else ())
                 if staged_bytes <= tables.staging_bytes:
                     continue
                 if publish is None:
@@ -411,16 +422,23 @@ class Follower:
                     # begins to change, and read again.
                     unused = SeenRows(tables.layout)
                     for later in itertools.islice(loads(unused), number + 1, None):
-                        later()
+                        found_rows.add_blocks(later())
+                    if to_go is not None and to_go.has_more_than(found_rows, tables.targets):
+                        return False
                     publish = stack.enter_context(self._changing(tables, beside.files))
                 _merge(staged, publish.targets)
                 staged, staged_bytes = [], 0
+            if publish is None and to_go is not None:
+                if to_go.has_more_than(found_rows, tables.targets):
+                    return False
             if held is not None and held.replayed is not None and marks is not goal.way:
                 seen = seen.or_those_of(held.replayed)
             beside.complete(seen, tables.layout)
             publish = publish or stack.enter_context(self._changing(tables, beside.files))
             _merge(staged, publish.targets)
-            publish((*before, *(save.info for save in further)), goal, beside, seen)
+            chain = (*before, *(save.info for save in further))
+            publish(chain, goal, beside, seen, lossless=lossless)
+        return True
 
     @contextlib.contextmanager
     def _beside(self, goal: Goal) -> Iterator[Beside]:

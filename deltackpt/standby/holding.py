@@ -30,6 +30,8 @@ class Holding:
       files_of: the point whose they are, the newest with dense leaves; None where they are the
         save's.
       replayed: the rows of all marks that were applied.
+      lossless: whether every save and mark of it holds its rows bit for bit, so that all that saw a
+        row unchanged have the same of it.
     """
 
     chain: tuple[SaveInfo, ...]
@@ -40,6 +42,7 @@ class Holding:
     files: HeldFiles | None = None
     files_of: LogPoint | None = None
     replayed: SeenRows | None = None
+    lossless: bool = False
 
     @property
     def save(self) -> SaveInfo:

@@ -88,6 +88,9 @@ class Marks:
     def problem(self, step: int) -> DeltackptError | None:
         """What is wrong with the log above a training step."""
         found = [told for mark, (_, told) in self._refused.items() if mark.step > step]
+        for era in self._history.eras[:1]:
+            for process in era.processes.values():
+                found += process.log.altered_above(step)
         return found[0] if found else self._unreadable
 
 

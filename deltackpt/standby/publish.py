@@ -29,7 +29,7 @@ class Publish:
           targets: the memory that changes.
         """
         self.targets = targets
-        self._found: tuple[tuple[SaveInfo, ...], Goal, Beside, SeenRows | None] | None = None
+        self._found: tuple[tuple[SaveInfo, ...], Goal, Beside, SeenRows | None, bool] | None = None
 
     def __call__(
         self,
@@ -37,6 +37,8 @@ class Publish:
         goal: Goal,
         beside: Beside,
         replayed: SeenRows | None = None,
+        *,
+        lossless: bool,
     ) -> None:
         """Says what it is.
 
@@ -45,13 +47,14 @@ class Publish:
           goal: what was to be held.
           beside: its files.
           replayed: rows of the marks that were applied.
+          lossless: see ``Holding``.
         """
-        self._found = chain, goal, beside, replayed
+        self._found = chain, goal, beside, replayed, lossless
 
     def holding(self, sequence: int) -> Holding:
         """What is held from now on, by memory of that sequence number."""
         assert self._found is not None
-        chain, goal, beside, replayed = self._found
+        chain, goal, beside, replayed, lossless = self._found
         made_secs = _committed_secs(goal.save) if goal.point is None else goal.point.unix_secs
         return Holding(
             chain=chain,
@@ -62,6 +65,7 @@ class Publish:
             files=beside.files,
             files_of=goal.files_of,
             replayed=None if goal.way is None else replayed,
+            lossless=lossless,
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
+from deltackpt import codecs
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.manifest import Layout
@@ -69,6 +70,18 @@ def loads(
     if marks is not None:
         for logged in replay.pieces(marks, layout, seen):
             yield functools.partial(logged.load, targets)
+
+
+def are_lossless(chain: Sequence[StoredSave], marks: Way | None) -> bool:
+    """Whether saves and marks hold all their rows bit for bit."""
+    planned = {spec.codec for save in chain for group in save.head.groups for spec in group.fields}
+    used = {
+        segment.spec(leg.head.group_by_name[segment.group], field).codec
+        for leg in (() if marks is None else marks.legs)
+        for segment in replay.segments_of(leg)
+        for field in segment.fields
+    }
+    return all(codecs.is_lossless(codecs.get(name)) for name in planned | used)
 
 
 def _found(piece: Read, *, compare: bool) -> list[RowBlock]:
