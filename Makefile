@@ -16,11 +16,12 @@ LONG_SEED ?=
 # Beside the one that .venv is made of: the suite's quick selection runs on them, and CI fails without.
 PYTHONS := 3.12 3.13
 
-.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
+	@echo "make demo-log   a mark at every step, ten kills at random: no acknowledged step is lost"
 	@echo "make demo-s3    the same against a real S3 server: the node is lost in the middle of an upload"
 	@echo "make demo-multi the same with 2 processes, resumed on 1 and on 4"
 	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
@@ -61,6 +62,9 @@ servers: $(SERVERS)/.ready
 
 demo: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo.py $(ARGS)
+
+demo-log: $(READY)
+	$(BIN)/python examples/dlrm_jax/demo_log.py $(ARGS)
 
 demo-s3: $(READY) servers
 	$(BIN)/python examples/dlrm_jax/demo_s3.py $(ARGS)
@@ -130,6 +134,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
 	$(BIN)/python benchmarks/tiers.py $(ARGS)
+	$(BIN)/python benchmarks/log.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

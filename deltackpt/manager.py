@@ -399,6 +399,7 @@ class CheckpointManager:
                 )
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
+            self._saver.go_back(split, touched)
             call = Call(touched, ids, items, full, started)
             assert self._recorder is not None
             found = self._recorder.log(step, split, call)

@@ -40,12 +40,12 @@ class LoggedRows:
         if self._since is None:
             self._since = since
         self._until = until
-        self.keep(rows)
-
-    def keep(self, rows: Mapping[str, np.ndarray]) -> None:
-        """Keeps what was given where no mark was taken: the next one holds it."""
         for table, numbers in rows.items():
             self._rows.setdefault(table, []).append(numbers)
+
+    def compared(self) -> None:
+        """Goes on from the last moment of which rows were given: those before are in order."""
+        self._rows, self._since, self._until = {}, self._until or self._since, None
 
     def forget(self) -> None:
         """Begins anew."""

@@ -13,6 +13,7 @@ says whether it is full. So a process that fails makes a point void, and never t
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -148,6 +149,9 @@ class Recorder:
             marks = self._marks(split, call.touched)
             clocks = snapshot.clocks_of(split, marks)
             reason = reason or self._why_not(split, clocks)
+            if rows is not None and self._chain is not None:
+                # Where nothing is taken, too: the next mark holds these rows.
+                self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
             if reason is not None:
                 return Due(reason)
             if self._ended is not None:
@@ -169,11 +173,8 @@ class Recorder:
             if chain is None and rows is not None and self._stretch is not None:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
-                self._given_rows.keep(rows)
         assert chain is not None
-        if rows is not None:
-            self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
-        else:
+        if rows is None:
             self._given_rows.forget()
         moved = settled(clocks, chain.last)
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
@@ -385,6 +386,8 @@ class Recorder:
         """Ends the writer once all marks are durable, or have failed."""
         if self._stretch is not None:
             self._stretch.writer.close()
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
 
     # What saves tell; see ``handlers.run.Log``.
 
@@ -432,8 +435,9 @@ class Recorder:
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
+        self._follow_run()
         missing = self._given_rows.missing(split, marks, self._staging)
-        self._given_rows.forget()
+        self._given_rows.compared()
         if missing is not None:
             self.distrust("log(ids=...) left out rows that were touched")
             raise TrackingError(
