@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import hypothesis.strategies as st
+import jax
 import model
 import numpy as np
 import pytest
@@ -498,3 +499,26 @@ def test_a_step_below_the_held_point_comes_from_storage(tmp_path):
         assert isinstance(found.service_error, ServiceUnavailable)
         assert found.source == ("root",)
         model.assert_same(found.state, trainer.states[1])
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (1, 2), (5, 7)])
+@pytest.mark.parametrize("codec", ["raw", "adaptive4"])
+def test_marks_of_some_columns_and_of_all_are_applied_in_their_order(tmp_path, codec, shard):
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("y",))
+    columns = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "y"))
+    whole = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())
+    with Trainer(tmp_path, codec=deltackpt.CodecChoice(delta=codec, base="raw")) as trainer:
+        trainer.save()
+        one = opened(tmp_path, shard=shard[0], shards=shard[1])
+        for number, sharding in enumerate((columns, columns, whole, columns, whole, columns)):
+            trainer.train()
+            tables = {
+                name: jax.device_put(np.asarray(table), sharding)
+                for name, table in trainer.state["tables"].items()
+            }
+            trainer.state = {**trainer.state, "tables": tables}
+            trainer.mark()
+            if number != 3:
+                assert one.advance()
+                assert one.holding.point.step == trainer.step
+                assert_holds_storage(one, tmp_path)
