@@ -25,7 +25,7 @@ from deltackpt import codecs
 from deltackpt.errors import Damaged, DamagedLog
 from deltackpt.format import blocks, frames, gaps, names
 from deltackpt.format.blocks import EncodedBlock, RowBlock, Span
-from deltackpt.format.frames import DenseHead, DenseValue, ItemsHead, Kind
+from deltackpt.format.frames import DenseHead, DenseValue, ItemsHead, Kind, Place
 from deltackpt.format.manifest import GroupEntry, Layout, Segment
 from deltackpt.reading import bounds, merge
 from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog
@@ -111,20 +111,35 @@ def pieces(way: Way, layout: Layout, seen: SeenRows) -> Iterator[LoggedRows]:
         yield from _pieces_of(leg, layout, seen)
 
 
-def dense_of(way: Way) -> LoggedDense:
+class DenseKept:
+    """Dense leaves that were read last: the next ones may be their difference to them."""
+
+    def __init__(self) -> None:
+        """None were."""
+        self.frames: dict[tuple[str, Place, int], list[tuple[DenseValue, memoryview]]] = {}
+
+
+def dense_of(way: Way, kept: DenseKept | None = None) -> LoggedDense:
     """The dense leaves of the point.
+
+    Args:
+      way: to the point.
+      kept: what an earlier call has read; it gets what this one does.
 
     Raises:
       DamagedLog: they are missing or altered.
     """
     values: dict[str, memoryview] = {}
     files: dict[str, memoryview] = {}
+    before, now = kept or DenseKept(), DenseKept()
     for process, mark in way.last_marks.items():
-        reader = _DenseReader(way.era.processes[process].log)
+        reader = _DenseReader(way.era.processes[process].log, before, now)
         with _damage_of(mark):
             for frame in _frames_of(mark, Kind.DENSE):
                 for value, data in reader.read(frame):
                     (files if value.file else values)[value.key] = data
+    if kept is not None:
+        kept.frames = now.frames
     return LoggedDense(values, files)
 
 
@@ -418,7 +433,8 @@ def _decodable(
 class _DenseReader:
     """Reads dense leaves of one process; differences by way of what they are against."""
 
-    def __init__(self, log: ProcessLog):
+    def __init__(self, log: ProcessLog, before: DenseKept, now: DenseKept):
+        self._before, self._now = before.frames, now.frames
         self._frames = {
             frame.place.seq: frame for mark in log.marks for frame in _frames_of(mark, Kind.DENSE)
         }
@@ -430,14 +446,14 @@ class _DenseReader:
           Damaged: it, or one that it needs, is missing or altered.
         """
         chain = [frame]
-        while (needed := self._needs(chain[-1])) is not None:
+        while (needed := self._needs(chain[-1])) is not None and _key(needed) not in self._before:
             chain.append(needed)
         # Against what is not there is read from the oldest on.
-        held: dict[str, memoryview] = {}
-        found: list[tuple[DenseValue, memoryview]] = []
+        found = [] if needed is None else self._before[_key(needed)]
         for one in reversed(chain):
-            found = self._decoded(one, held)
             held = {value.key: data for value, data in found}
+            found = self._decoded(one, held)
+        self._now[_key(frame)] = found
         return found
 
     def _needs(self, frame: FrameAt) -> FrameAt | None:
@@ -465,6 +481,10 @@ class _DenseReader:
                 data = undiffered(data, before, value.itemsize, frame.name)
             found.append((value, data))
         return found
+
+
+def _key(frame: FrameAt) -> tuple[str, Place, int]:
+    return str(frame.segment), frame.place, frame.body_crc32c
 
 
 def differed(now: np.ndarray, before: np.ndarray, itemsize: int) -> bytes:

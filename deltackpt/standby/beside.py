@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from deltackpt.format.manifest import Layout
 from deltackpt.reading import point_files, replay
-from deltackpt.reading.replay import LoggedState, SeenRows
+from deltackpt.reading.replay import DenseKept, LoggedState, SeenRows
 from deltackpt.standby import files
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.holding import Goal
@@ -14,13 +14,14 @@ from deltackpt.standby.holding import Goal
 class Beside:
     """The files of a state; those of a point are whole when the rows of its marks are known."""
 
-    def __init__(self, goal: Goal, found: HeldFiles | None, most_bytes: int):
+    def __init__(self, goal: Goal, found: HeldFiles | None, most_bytes: int, kept: DenseKept):
         """Reads the dense leaves and items of a point that is not held.
 
         Args:
           goal: the state.
           found: its files, where they are held; or those of its step.
           most_bytes: longest that all of them may be.
+          kept: dense leaves that were read before.
 
         Raises:
           DamagedLog: those of a point are missing or altered.
@@ -29,7 +30,7 @@ class Beside:
         self._most_bytes = most_bytes
         self._logged = None
         if found is None and goal.full is not None:
-            self._logged = replay.dense_of(goal.full), replay.items_of(goal.full)
+            self._logged = replay.dense_of(goal.full, kept), replay.items_of(goal.full)
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
         """Holds the files of a point.

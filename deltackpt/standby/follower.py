@@ -40,7 +40,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import merge, reader, saves
 from deltackpt.reading.merge import Target
-from deltackpt.reading.replay import SeenRows
+from deltackpt.reading.replay import DenseKept, SeenRows
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Way
 from deltackpt.reading.targets import Targets
@@ -115,7 +115,7 @@ class Follower:
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
-        self._marks = Marks(self._root, item, soft=soft)
+        self._marks, self._dense = Marks(self._root, item, soft=soft), DenseKept()
         self._gate = Gate()
         self._tables: _Tables | None = None
         self._holding: Holding | None = None
@@ -449,7 +449,7 @@ class Follower:
             files = held.files
         elif goal.full is None:
             files = held_files.read(goal.save, most_bytes)
-        beside = Beside(goal, files, most_bytes)
+        beside = Beside(goal, files, most_bytes, self._dense)
         try:
             yield beside
         finally:
