@@ -28,7 +28,8 @@ from deltackpt.format.records import Unsound
 from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 VERSION = 1
-_MAGIC = b"DLOG"
+#: How each frame begins.
+MAGIC = b"DLOG"
 #: Magic, version, kind, part, process, seq, step, bytes of the head and of the body.
 _FIXED = struct.Struct("<4sBBHIQQIQ")
 _CRC = struct.Struct("<I")
@@ -218,7 +219,7 @@ def encode(place: Place, head: Head, body: Iterable[Sequence[Buffer]], crc32c: i
     parts = [part for pieces in body for part in _padded(pieces)]
     nbytes = sum(part.nbytes for part in parts)
     fixed = _FIXED.pack(
-        _MAGIC, VERSION, _KINDS[type(head)], place.part, place.process, place.seq, place.step,
+        MAGIC, VERSION, _KINDS[type(head)], place.part, place.process, place.seq, place.step,
         len(packed), nbytes,
     )  # fmt: skip
     crc = google_crc32c.extend(google_crc32c.extend(crc32c, fixed), packed)
@@ -241,7 +242,7 @@ def prefix_of(data: bytes | memoryview, name: str) -> Prefix:
     """
     fixed = bytes(data[: _FIXED.size])
     magic, _, kind, *place, head_bytes, body_bytes = _FIXED.unpack(fixed)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise Damaged(name, "a frame", f"one that begins with {magic!r}")
     if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
         raise Damaged(name, "a shorter frame", f"one of {head_bytes} + {body_bytes} bytes")

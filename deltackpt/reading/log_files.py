@@ -94,6 +94,26 @@ class Mark(NamedTuple):
     nbytes: int
 
 
+class Break(NamedTuple):
+    """Where a segment holds no further frame although its file goes on.
+
+    Attributes:
+      segment: where its file is.
+      at: the first byte that is of no frame.
+      seq: that the next frame would have.
+      is_last: whether the writer can have been killed there: no segment of its part follows.
+      counts: whether a frame there would count: no later part says that it goes on from before.
+      problem: what is there instead.
+    """
+
+    segment: Spot
+    at: int
+    seq: int
+    is_last: bool
+    counts: bool
+    problem: Damaged
+
+
 @dataclasses.dataclass(eq=False)
 class _Scan:
     """How far a segment was looked through.
@@ -148,6 +168,24 @@ class ProcessLog:
     def damage(self) -> list[Damaged]:
         """Why segments end before their ends: the last one is torn where its writer was killed."""
         return [scan.problem for _, scan in sorted(self._scans.items()) if scan.problem]
+
+    @property
+    def breaks(self) -> list[Break]:
+        """Where segments break off: all of ``damage``, with what can be told of it."""
+        last = self._last_that_count()
+        newest = {place.part: place for place in sorted(self._scans)}
+        return [
+            Break(
+                segment=self._spot / names.segment_name(*place),
+                at=scan.at,
+                seq=scan.seq,
+                is_last=newest[place.part] == place,
+                counts=scan.seq <= last.get(place.part, scan.seq),
+                problem=scan.problem,
+            )
+            for place, scan in sorted(self._scans.items())
+            if scan.problem is not None
+        ]
 
     @property
     def segments(self) -> dict[str, tuple[Mark, ...]]:

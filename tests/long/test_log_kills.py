@@ -16,7 +16,7 @@ import signal
 import time
 
 import log_harness
-import log_worker
+import log_job_worker
 import pytest
 import trainee
 from log_harness import Offers
@@ -110,7 +110,7 @@ def draw_kill(
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server(log_worker.__file__)
+    server = Server(log_job_worker.__file__)
     yield server
     server.close()
 
