@@ -349,9 +349,13 @@ class LogOptions:
       on_failure: what the next ``log()`` does once a mark could not be made durable: ``"save"``:
         goes on in a new file with all rows since the last durable mark, and where that fails as
         well saves the step; ``"raise"`` ``LogFailed``.
-      deadline_secs: of waiting for room, and of ``wait_logged()`` where it is given no other.
-      most_bytes: how long the log may grow beyond the last step before ``log()`` saves a step by
-        itself, in bases (of 16 MiB at least): what a restore replays takes its time.
+      deadline_secs: of waiting for room, and of ``wait_logged()`` where it is given no other; how
+        far a process may be behind the others before that is told, as ``log-behind``.
+      most_bytes: how long the log of all processes may grow beyond the last step before ``log()``
+        saves a step by itself, in bases (of 16 MiB at least, and dense leaves on top): what a
+        restore replays takes its time.
+
+    Of several processes all save at the same call, one that they have agreed on in the background.
     """
 
     backend: LocalLog = LocalLog()

@@ -198,7 +198,7 @@ class Prefix(NamedTuple):
     @property
     def version(self) -> int:
         """Of the format."""
-        return self.covered[len(_MAGIC)]
+        return self.covered[len(MAGIC)]
 
     @property
     def nbytes(self) -> int:
