@@ -26,7 +26,7 @@ from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
 from deltackpt.log.batch import Item, items_of
 from deltackpt.log.logged_rows import LoggedRows
-from deltackpt.log.stretch import Stretch, write_head
+from deltackpt.log.stretch import Stretch, head_of, write_head
 from deltackpt.log.taking import Rows
 from deltackpt.log.writer import LogWriter
 from deltackpt.options import LogOptions
@@ -384,6 +384,10 @@ class Recorder:
         if self._begun:
             return
         run, logs = self._run, self._options is not None
+        # As before a save: a mark is newer than the steps that training went back behind, and a
+        # stage without it is not one to go on from.
+        run.roll_back()
+        run.held.begin(run.lineage.goes_on, run.lineage.run)
         known, continues = run.lineage.newest_known, run.lineage.continues
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
@@ -400,6 +404,7 @@ class Recorder:
                 base=None if known is None else known.info.save_id,
                 continues=continues,
                 directory=None if self._options is None else self._options.backend.directory,
+                log_dir=run.held.log_dir,
             )
 
         number = run.among.of_first("beginning the log", write, fatal=True)
@@ -410,8 +415,8 @@ class Recorder:
             self._stretch = None
         if number is not None and logs:
             with run.among.together("looking for the log", fatal=True):
-                head = self._logs.head(number)
-                self._stretch = Stretch.open(run, head, self._logs)
+                head = head_of(run, self._logs, number)
+                self._stretch = Stretch.open(run, head)
                 self._stretch.writer.owe(owed)
             self._bytes_at_step = 0
 
@@ -458,6 +463,7 @@ class Recorder:
             base=known,
             continues=None,
             directory=None,
+            log_dir=self._run.held.log_dir,
         )
         del owed  # Stamps, or ids, say no more what was touched.
         self._stretch, self._chain = None, None
@@ -491,7 +497,7 @@ class Recorder:
         if len(self._committed) < 2 or self._stretch is None or busy:
             return
         head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
-        at = self._run.held.log_at
+        at = self._run.held.log_dir
         self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
 
 

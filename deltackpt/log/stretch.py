@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from pathlib import Path
 
 import numpy as np
 
+from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.stretches import Continues, StretchHead
@@ -16,8 +18,9 @@ from deltackpt.handlers.run import Run
 from deltackpt.log.progress import Progress
 from deltackpt.log.segments import SegmentWriter
 from deltackpt.log.writer import Durable, LogWriter
+from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.stretches import LogPoint, Logs
-from deltackpt.storage.store import Exists
+from deltackpt.storage.store import Exists, spot
 
 #: Durable marks that other processes may not have yet.
 _KEPT = 4096
@@ -59,9 +62,9 @@ class Stretch:
         )
 
     @classmethod
-    def open(cls, run: Run, head: StretchHead, logs: Logs) -> Stretch:
+    def open(cls, run: Run, head: StretchHead) -> Stretch:
         """A stretch whose head stands."""
-        return cls(run, head, Path(logs.segments_of(head)))
+        return cls(run, head, Path(head.directory or run.held.log_dir) / str(head.stretch))
 
     def newest_point(self, *, fresh: bool) -> LogPoint | None:
         """The newest full point that every process has, as far as is known.
@@ -99,6 +102,7 @@ def write_head(
     base: SaveId | None,
     continues: Continues | None,
     directory: str | None,
+    log_dir: Path,
 ) -> int:
     """Writes the head of a new stretch; earlier ones count only as far as it goes on from them.
 
@@ -109,7 +113,9 @@ def write_head(
       process_count: how many processes log.
       base: the step that training goes on from.
       continues: the point that it was restored at.
-      directory: of the segments, where that is not beside the heads.
+      directory: of the segments, where that is not beside the heads; it has the head, too, by which
+        whoever looks there knows that the segments are of this root.
+      log_dir: of the heads.
 
     Returns:
       Its number.
@@ -118,7 +124,9 @@ def write_head(
       StorageError: it cannot be written.
     """
     while True:
-        number = max(logs.numbers(), default=-1) + 1
+        # Other roots may log to the same directory.
+        of_others = [] if directory is None else LogFolder(spot(directory)).numbers()
+        number = max((*logs.numbers(), *of_others), default=-1) + 1
         head = StretchHead(
             stretch=number,
             run=run,
@@ -131,9 +139,40 @@ def write_head(
             dense=() if layout is None else layout.dense,
             tracking_paths=() if layout is None else layout.tracking_paths,
         )
-        place = logs.at / names.stretch_name(number)
+        folders = [spot(log_dir)] if directory is None else [spot(directory), spot(log_dir)]
         try:
-            place.store.put(place.key, stretches.to_bytes(head), absent=True)
+            for folder in folders:
+                place = folder / names.stretch_name(number)
+                place.store.put(place.key, stretches.to_bytes(head), absent=True)
         except Exists:
-            continue  # Another trainer's, whom the lease tells from us.
+            continue  # Another trainer's, whom the lease tells from us; or another root's.
         return number
+
+
+def head_of(run: Run, logs: Logs, number: int) -> StretchHead:
+    """The head that process 0 has written, as this process sees it.
+
+    Args:
+      run: the manager's run.
+      logs: of the root.
+      number: of the stretch.
+
+    Raises:
+      OptionError: this process does not see the directory that process 0 logs to.
+      Damaged: it is missing, or altered.
+    """
+    options = run.options.log
+    assert options is not None
+    if (directory := options.backend.directory) is None:
+        return logs.head(number)
+    found: StretchHead | None = None
+    with contextlib.suppress(Damaged):
+        name, data = LogFolder(spot(directory)).head(number)
+        found = stretches.from_bytes(data, name=name)
+    if found is None or found.run != run.lineage.run:
+        raise OptionError(
+            f"LogOptions.backend: expected a directory that all {run.among.count} processes see, "
+            f"found that process {run.among.index} does not find in {directory} what process 0 has "
+            "written there; give one that is shared between the nodes"
+        )
+    return found

@@ -6,20 +6,23 @@ Those above the step before the newest stay, so that a damaged step costs nothin
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.stretches import Logs
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import Spot, spot
 
 
-def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
+def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
     """Removes files of marks that are not above a step.
 
     Each process removes its own of the stretch that is written, process 0 all of earlier stretches.
+    What of them is at a root that is a bucket is removed by the promoter.
 
     Args:
-      at: the folder of the heads.
+      log_dir: the folder of the heads.
       head: of the stretch that is written.
       process: index of this process.
       step: a committed step, to which restores may still go back.
@@ -27,6 +30,7 @@ def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
     Raises:
       StorageError: the store refused.
     """
+    at = spot(log_dir)
     logs = Logs(at)
     log = logs.log_of(head, process)
     log.advance()
@@ -43,8 +47,9 @@ def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
 
 def _remove(logs: Logs, at: Spot, number: int) -> None:
     """Removes a stretch: its logs first, since no head would name them otherwise."""
-    place = at / names.stretch_name(number)
     folders = {at / str(number), logs.segments_of(logs.head(number))}
     for folder in folders:
         folder.store.delete([(folder / key).key for key in folder.keys()])
-    place.store.delete([place.key])
+    for folder in folders:
+        place = folder.parent / names.stretch_name(number)
+        place.store.delete([place.key])

@@ -11,16 +11,18 @@ the parent of the oldest is not above it. They may begin before it: rows carry v
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged
-from deltackpt.format import names, stretches
+from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.format import stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading import bounds
 from deltackpt.reading.log_files import Mark, ProcessLog
+from deltackpt.reading.log_places import LogFolder, LogPlaces
 from deltackpt.storage.store import Missing, Spot, spot
 
 
@@ -208,21 +210,19 @@ def _marks_down_to(
 class Logs:
     """The logs of a root, read as they stand; one may be read again and again."""
 
-    def __init__(self, at: Spot):
+    def __init__(self, at: Spot | LogPlaces):
         """Reads nothing yet.
 
         Args:
-          at: the folder of the heads.
+          at: where they are; of a folder, that of the heads.
         """
-        #: The folder of the heads.
-        self.at = at
+        self._places: LogPlaces = LogFolder(at) if isinstance(at, Spot) else at
         self._heads: dict[int, StretchHead] = {}
         self._logs: dict[tuple[int, int], ProcessLog] = {}
 
     def numbers(self) -> list[int]:
         """Numbers of all stretches, newest first; those whose heads cannot be read, too."""
-        found = map(names.stretch_number, self.at.names())
-        return sorted((number for number in found if number is not None), reverse=True)
+        return sorted(self._places.numbers(), reverse=True)
 
     def head(self, stretch: int) -> StretchHead:
         """The head of a stretch; it never changes.
@@ -232,9 +232,8 @@ class Logs:
           FormatTooNew: a later version of deltackpt wrote it.
         """
         if stretch not in self._heads:
-            place = self.at / names.stretch_name(stretch)
-            shown = place.shown()
-            found = stretches.from_bytes(place.read(shown), name=shown)
+            shown, data = self._places.head(stretch)
+            found = stretches.from_bytes(data, name=shown)
             if found.stretch != stretch:
                 raise Damaged(shown, f"stretch {stretch}", f"stretch {found.stretch}")
             bounds.check_tables(found, shown)
@@ -242,9 +241,18 @@ class Logs:
         return self._heads[stretch]
 
     def segments_of(self, head: StretchHead) -> Spot:
-        """The folder of a stretch's logs."""
-        at = self.at if head.directory is None else spot(head.directory)
-        return at / str(head.stretch)
+        """The folder of a stretch's logs.
+
+        Another directory counts where it has the head, too: a node that does not see it may find
+        another one of its name, and the logs where else they are.
+        """
+        if head.directory is not None:
+            apart = LogFolder(spot(head.directory))
+            with contextlib.suppress(Damaged, FormatTooNew):
+                name, data = apart.head(head.stretch)
+                if stretches.from_bytes(data, name=name) == head:
+                    return apart.segments(head.stretch)
+        return self._places.segments(head.stretch)
 
     def read(self) -> History:
         """What counts of the logs now.
