@@ -27,6 +27,7 @@ from deltackpt.reading.stretches import Logs
 from deltackpt.storage import buckets, files
 from deltackpt.storage.store import spot
 from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.log_promotion import LogPromotion
 from deltackpt.tiers.near import FindNeighbours, Near
 from deltackpt.tiers.neighbours import Keepers
 from deltackpt.tiers.recall import Recalled
@@ -117,6 +118,9 @@ def open_root(
         claim = journal.claim()
         files.remove_tree(stage.fetched)
         old = _brought_up(stage, local, old, journal.known)
+        if count > 1:
+            # The other processes do not see this stage: they find by the root what was logged.
+            LogPromotion(stage).bring_heads(journal)
         return _held(
             StagedRoot,
             opened,
