@@ -16,11 +16,12 @@ LONG_SEED ?=
 # Beside the one that .venv is made of: the suite's quick selection runs on them, and CI fails without.
 PYTHONS := 3.12 3.13
 
-.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 
 help:
 	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
+	@echo "make demo-log   a mark at every step, ten kills at random: no acknowledged step is lost"
 	@echo "make demo-s3    the same against a real S3 server: the node is lost in the middle of an upload"
 	@echo "make demo-multi the same with 2 processes, resumed on 1 and on 4"
 	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
@@ -62,6 +63,9 @@ servers: $(SERVERS)/.ready
 demo: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo.py $(ARGS)
 
+demo-log: $(READY)
+	$(BIN)/python examples/dlrm_jax/demo_log.py $(ARGS)
+
 demo-s3: $(READY) servers
 	$(BIN)/python examples/dlrm_jax/demo_s3.py $(ARGS)
 
@@ -98,9 +102,8 @@ test-without-jax: $(READY) $(BARE)/.ready
 	$(BARE)/bin/python -m pytest tests/without_jax --runs build/runs $(ARGS)
 
 # Every codec, save, restore, kill and inspect: what another Python or jax may change, in minutes.
-QUICK := $(addprefix tests/, test_chain.py test_codecs.py test_dense_layout.py test_dlrm_example.py test_exits.py test_fingerprint.py \
-	test_golden.py test_handlers.py test_inspect.py test_invariants.py test_loops.py test_manager.py test_merge.py \
-	test_quantized_saves.py test_root.py test_step_transaction.py test_tables.py test_touched.py test_tracking_trust.py)
+QUICK := $(addprefix tests/, test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_handlers.py \
+	test_inspect.py test_invariants.py test_log.py test_manager.py test_merge.py test_root.py test_step_transaction.py test_tables.py test_touched.py)
 # Without ray and what else only development needs.
 $(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml constraints-%.txt tools/make_venv.sh tools/pins.sh
 	python=$$(sh tools/find_python.sh $*) && sh tools/make_venv.sh "$$python" build/py$* test
@@ -131,6 +134,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/inspect_rows.py $(ARGS)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
 	$(BIN)/python benchmarks/tiers.py $(ARGS)
+	$(BIN)/python benchmarks/log.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -56,6 +56,8 @@ class Deltas:
         codec: str = "raw",
         slot_codec: str = "raw",
         policy: deltackpt.policy.BaseOrDelta | None = None,
+        log: deltackpt.LogOptions | None = None,
+        sinks: tuple[deltackpt.events.Sink, ...] = (),
     ):
         self.root = root
         # No base by itself: a benchmark says which save is one.
@@ -69,7 +71,9 @@ class Deltas:
                     policy=policy,
                 ),
                 writes=deltackpt.WriteOptions(durability=durability),
+                log=log,
             ),
+            sinks=sinks,
         )
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:
@@ -85,6 +89,30 @@ class Deltas:
 
     def close(self) -> None:
         self._manager.close()
+
+
+class Logs(Deltas):
+    """deltackpt: the log, between saves.
+
+    Attributes:
+      marks: what each durable one cost.
+    """
+
+    def __init__(self, root: Path, options: deltackpt.LogOptions | None = None):
+        self.marks: list[deltackpt.events.LogEvent] = []
+        super().__init__(root, "power", log=options or deltackpt.LogOptions(), sinks=(self,))
+
+    def receive(self, event: deltackpt.events.Event) -> None:
+        if isinstance(event, deltackpt.events.LogEvent):
+            self.marks.append(event)
+
+    def log(self, step: int, state: Any, ids: Any = None) -> deltackpt.Logged:
+        """A mark of this step."""
+        return self._manager.log(step, state, ids=ids)
+
+    def wait(self) -> None:
+        super().wait()
+        self._manager.wait_logged()
 
 
 class Orbax:
@@ -125,6 +153,7 @@ WAYS: dict[str, Callable[[Path], Way]] = {
     "adaptive4": lambda root: Deltas(root, "power", codec="adaptive4"),
     "int4": lambda root: Deltas(root, "power", codec="int4"),
     "lossless": lambda root: Deltas(root, "power", codec="lossless", slot_codec="lossless"),
+    "log": Logs,
     "orbax": lambda root: Orbax(root, compressed=True),
     "orbax-tuned": lambda root: Orbax(root, compressed=False),
 }
@@ -135,6 +164,7 @@ NAMES = {
     "adaptive4": "power, adaptive4",
     "int4": "power, int4",
     "lossless": "power, lossless",
+    "log": "deltackpt, log",
     "orbax": "Orbax defaults",
     "orbax-tuned": "Orbax tuned",
 }

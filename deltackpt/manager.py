@@ -399,6 +399,7 @@ class CheckpointManager:
                 )
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
+            self._saver.go_back(split, touched)
             call = Call(touched, ids, items, full, started)
             assert self._recorder is not None
             found = self._recorder.log(step, split, call)
@@ -487,7 +488,7 @@ class CheckpointManager:
         """
         with self._lock:
             self._check_usable()
-            self._saver.settle_quietly()
+            self._settle_quietly()
             return self._restorer.newest(
                 abstract_state, items, progress, service, log=log is not None
             )
@@ -520,7 +521,7 @@ class CheckpointManager:
         asked = step if isinstance(step, LogPoint) else names.as_step(step)
         with self._lock:
             self._check_usable()
-            self._saver.settle_quietly()
+            self._settle_quietly()
             return self._restorer.one(asked, abstract_state, items, progress, service)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:
@@ -541,7 +542,7 @@ class CheckpointManager:
         step = names.as_step(step)
         with self._lock:
             self._check_usable()
-            self._saver.settle_quietly()
+            self._settle_quietly()
             return self._restorer.rows(step, tables, progress)
 
     def read_state(self, step: int, template: Any, progress: Progress | None = None) -> ReadState:
@@ -558,7 +559,7 @@ class CheckpointManager:
         step = names.as_step(step)
         with self._lock:
             self._check_usable()
-            self._saver.settle_quietly()
+            self._settle_quietly()
             return self._restorer.state(step, template, progress)
 
     # Committed steps.
@@ -604,7 +605,7 @@ class CheckpointManager:
         step = names.as_step(step)
         with self._lock:
             self._check_usable(writing=True)
-            self._saver.settle_quietly()
+            self._settle_quietly()
             self._catalog.delete(step)
 
     def check_lease(self) -> None:
@@ -618,10 +619,9 @@ class CheckpointManager:
     @property
     def goes_on_from(self) -> int | None:
         """The step that the next save must be above: the newest one, or an older one restored."""
+        step = self.latest_step() if self._run.restored is None else self._run.restored
         point = self._run.lineage.continues
-        if self._run.restored is not None:
-            return self._run.restored if point is None else point.save_id.step
-        return self.latest_step()
+        return step if point is None else max(step or 0, point.save_id.step)
 
     def all_steps(self) -> list[int]:
         """Committed steps on disk, ascending."""
@@ -674,6 +674,8 @@ class CheckpointManager:
             self._ended, self._leaving = reason, leaving
             try:
                 failure = self._saver.settle(limit)
+                if self._recorder is not None:
+                    self._recorder.settle_quietly()
                 if failure is None:
                     self._saver.settle_at_root(limit)
             finally:
@@ -687,6 +689,12 @@ class CheckpointManager:
                 raise failure.error(None) from failure.cause
         finally:
             self._lock.release()
+
+    def _settle_quietly(self) -> None:
+        """What failed in the background does not stand in the way of a restore."""
+        self._saver.settle_quietly()
+        if self._recorder is not None:
+            self._recorder.settle_quietly()
 
     def __enter__(self) -> CheckpointManager:
         return self

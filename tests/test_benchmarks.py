@@ -91,6 +91,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
             "interference.py",
             ["--scale", "0.02", "--repeats", "1", "--steps", "8", "--every", "4", "--step-ms", "5"],
         ),
+        ("log.py", ["--quick"]),
         ("many.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("nodes.py", ["--scale", "0.02", "--repeats", "1"]),
         ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),

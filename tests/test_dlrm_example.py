@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import servers
-from dlrm_jax import data, demo, demo_s3, main, model, optimizer, trainer
+from dlrm_jax import data, demo, demo_log, demo_s3, main, model, optimizer, trainer
 from running import demonstration, journal
 
 import deltackpt
@@ -214,6 +215,22 @@ def test_demo_tells_a_save_in_progress_from_others(tmp_path):
     assert demonstration.save_in_progress(tmp_path) == begun
 
 
+def test_a_kill_costs_what_was_logged_above_where_the_next_trainer_went_on(tmp_path):
+    path = tmp_path / "killed.jsonl"
+    told = [
+        {"event": "start", "step": 0},
+        {"event": "logged", "step": 1, "recovery": 0},
+        {"event": "logged", "step": 2, "recovery": 1},
+        {"event": "start", "step": 1},
+        {"event": "start", "step": 1},
+        {"event": "logged", "step": 2, "recovery": None},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in told) + '{"event": "sta')
+    first, second = demo_log.kills_of(path)
+    assert (first.logged, first.acknowledged, first.restored, first.repeated) == (2, 1, 1, 1)
+    assert (second.logged, second.repeated) == (1, 0)
+
+
 def test_state_splits_into_tables_with_their_accumulators():
     sizes = trainer.ModelOptions(rows={"C1": 5, "C2": 6}, width=4, bottom=(8,), top=(8,))
     split = deltackpt.split(trainer.init_state(sizes, 0), trainer.checkpoint_tables())
@@ -240,6 +257,18 @@ def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
     )
     assert done.returncode == 0
     assert b"nothing was lost" in done.stdout
+
+
+@pytest.mark.long
+def test_demo_of_the_log_loses_no_acknowledged_step(tmp_path):
+    arguments = ["--scale", "0.1", "--steps=24", "--kills=3", f"--directory={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, demo_log.__file__, *arguments],
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+    )
+    assert done.returncode == 0
+    assert b"no acknowledged step was lost" in done.stdout
 
 
 @pytest.mark.long

@@ -217,8 +217,8 @@ class Run:
             "restore(step) first to go on from a step, or use an empty directory"
         )
 
-    def roll_back(self, step: int | None = None) -> None:
-        """Moves steps later than the restored one aside, once, before the first save, or mark.
+    def roll_back(self, step: int) -> None:
+        """Moves steps later than the restored one aside, once, before the first save.
 
         Args:
           step: the one that is about to be saved.
@@ -226,7 +226,7 @@ class Run:
         if self.restored is None:
             return
         # The others list no steps before process 0 has moved them.
-        what = f"going on from step {self.restored}{'' if step is None else f' with step {step}'}"
+        what = f"going on from step {self.restored} with step {step}"
         with self.among.together(what, fatal=True):
             self.held.roll_back(self.restored, self.lineage.run)
         self.newest, self.restored = self.restored, None

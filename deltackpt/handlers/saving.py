@@ -145,9 +145,7 @@ class Saver:
             run.held.check_lease()
         # First of all: what cannot be stored leaves even a rollback undone.
         split = self.split(state, dense_fault=dense.fault)
-        if run.tracker is None and run.lineage.can_go_back:
-            # Looked at only then: reading the clocks waits for the step that computes them.
-            self._go_back(split, arguments.touched)
+        self.go_back(split, arguments.touched)
         run.check_above(step)
         if run.tracker is None:
             marks = Embeddings(split=split, touched=arguments.touched).marks
@@ -326,9 +324,12 @@ class Saver:
             )
         return tracker.look(split.fields, split.layout)
 
-    def _go_back(self, split: Split, touched: TouchState | None) -> None:
+    def go_back(self, split: Split, touched: TouchState | None) -> None:
         """Forgets a restore that was only looked at: training goes on with what it had before."""
         lineage = self._run.lineage
+        if self._run.tracker is not None or not lineage.can_go_back:
+            # Reading the clocks waits for the step that computes them.
+            return
         marks = Embeddings(split=split, touched=touched).marks
         if lineage.go_back(snapshot.clocks_of(split, marks)):
             self._run.restored = lineage.restored

@@ -43,6 +43,10 @@ class LoggedRows:
         for table, numbers in rows.items():
             self._rows.setdefault(table, []).append(numbers)
 
+    def compared(self) -> None:
+        """Goes on from the last moment of which rows were given: those before are in order."""
+        self._rows, self._since, self._until = {}, self._until or self._since, None
+
     def forget(self) -> None:
         """Begins anew."""
         self._rows, self._since, self._until = {}, None, None

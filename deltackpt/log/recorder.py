@@ -13,6 +13,7 @@ says whether it is full. So a process that fails makes a point void, and never t
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltackpt import events
-from deltackpt.errors import OptionError, StorageError, TrackingError
+from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
@@ -148,16 +149,23 @@ class Recorder:
             marks = self._marks(split, call.touched)
             clocks = snapshot.clocks_of(split, marks)
             reason = reason or self._why_not(split, clocks)
+            if rows is not None and self._chain is not None:
+                # Where nothing is taken, too: the next mark holds these rows.
+                self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
             if reason is not None:
                 return Due(reason)
             if self._ended is not None:
                 return self._logged(step, None, f"skipped: {self._ended}", call.started)
+            # Steps that training left are newer than its marks.
+            self._run.roll_back(step)
             self.begin(split)
             full = call.full
             if full is None:
                 full = options.dense != "soft" and number % options.dense_every == 0
             full = full or not split.layout.dense
-            if not self._take(step, number, split, marks, rows, items, full, call.started):
+            assert self._chain is not None and self._chain.last.settled is not None
+            since = clocks_seen(clocks, self._chain.last.settled)
+            if not self._take(step, number, split, marks, since, rows, items, full, call.started):
                 reason = "skipped: the buffer is full; the next call takes these rows too"
                 return self._logged(step, None, reason, call.started)
             chain = self._chain
@@ -166,9 +174,7 @@ class Recorder:
                 # No stamp is looked at where the caller says what was touched.
                 self._stretch.writer.owe(rows)
         assert chain is not None
-        if rows is not None:
-            self._given_rows.add(rows, since=chain.last.clocks, until=clocks)
-        else:
+        if rows is None:
             self._given_rows.forget()
         moved = settled(clocks, chain.last)
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
@@ -182,6 +188,7 @@ class Recorder:
         number: int,
         split: Split,
         marks: Sequence[Marks],
+        since: Mapping[str, int],
         rows: Rows | None,
         items: Sequence[Item],
         full: bool,
@@ -190,14 +197,13 @@ class Recorder:
         """Hands a batch to the writer; returns whether there was room for it."""
         options, stretch, chain = self._options, self._stretch, self._chain
         assert options is not None and stretch is not None and chain is not None
-        assert chain.last.settled is not None
         writer = stretch.writer
         owed = writer.take_owed()
         try:
             segments = taking.segments_of(
                 split,
                 marks,
-                since=clocks_seen(snapshot.clocks_of(split, marks), chain.last.settled),
+                since=since,
                 rows=rows,
                 owed=owed,
                 always=full,
@@ -330,7 +336,9 @@ class Recorder:
         Args:
           fresh: whether other processes are asked how far they are, however lately they were.
         """
-        step = None if not self._committed else self._committed[-1].step
+        if (newest := self._run.lineage.newest_committed) is not None:
+            self._note_committed(newest)
+        step = None if newest is None else newest.step
         stretch, chain = self._stretch, self._chain
         point = None
         if stretch is not None and chain is not None and self._anchored(chain):
@@ -366,10 +374,20 @@ class Recorder:
                 events.emit(writer.reports.popleft(), self._run.sinks)
         return self.recovery(fresh=True)
 
+    def settle_quietly(self) -> None:
+        """Waits until all marks are durable, or have failed; the next ``log()`` tells of that."""
+        if self._options is not None and (writer := self._writer) is not None:
+            try:
+                writer.wait(self._options.deadline_secs)
+            except WaitTimeout as error:
+                events.warn(str(error))
+
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""
         if self._stretch is not None:
             self._stretch.writer.close()
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
 
     # What saves tell; see ``handlers.run.Log``.
 
@@ -384,9 +402,7 @@ class Recorder:
         if self._begun:
             return
         run, logs = self._run, self._options is not None
-        # As before a save: a mark is newer than the steps that training went back behind, and a
-        # stage without it is not one to go on from.
-        run.roll_back()
+        # As before a save: a stage without what is logged is none to go on from.
         run.held.begin(run.lineage.goes_on, run.lineage.run)
         known, continues = run.lineage.newest_known, run.lineage.continues
         if self._ended is not None or (known is not None and known.continues != continues):
@@ -422,8 +438,9 @@ class Recorder:
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
+        self._follow_run()
         missing = self._given_rows.missing(split, marks, self._staging)
-        self._given_rows.forget()
+        self._given_rows.compared()
         if missing is not None:
             self.distrust("log(ids=...) left out rows that were touched")
             raise TrackingError(

@@ -26,6 +26,8 @@ from deltackpt.state.marks import match_marks
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks
 
+#: So many stamps are looked at, and so many bytes copied, before another thread would begin.
+_LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
 #: Table name to row numbers, int64 ascending.
 Rows = Mapping[str, np.ndarray]
 
@@ -96,16 +98,18 @@ def segments_of(
     """
     stamps = match_marks(marks, split.layout) if marks else {}
     sources = Sources(split.layout, split.fields, stamps, staging)
-    if rows is None:
-        if not marks:
-            raise TrackingError(
-                "log: expected a TouchState, or ids, found neither; give log() the TouchState that "
-                "the training step returned, or the rows that it looked up"
-            )
-        sources.stamps.look(since)
-    find = sources.stamps.touched if rows is None else _given(rows, split.layout)
-    touched = including(find, owed, split.layout)
-    return cut(sources.segments(whole=False, touched=touched, always=always))
+    if rows is None and not marks:
+        raise TrackingError(
+            "log: expected a TouchState, or ids, found neither; give log() the TouchState that the "
+            "training step returned, or the rows that it looked up"
+        )
+    total = sum(group.rows for group in split.layout.groups)
+    with staging.here(total <= _LOOKED_AT_HERE):
+        if rows is None:
+            sources.stamps.look(since)
+        find = sources.stamps.touched if rows is None else _given(rows, split.layout)
+        touched = including(find, owed, split.layout)
+        return cut(sources.segments(whole=False, touched=touched, always=always))
 
 
 def _given(rows: Rows, layout: Layout) -> TouchedRows:
@@ -150,7 +154,9 @@ def take(
     """
     choices = _choices(split, codec)
     plans = planned(choices, restores)
-    rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
+    nbytes = sum(one.nbytes for one in segments)
+    with staging.here(nbytes <= _COPIED_HERE_BYTES):
+        rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
     leaves: DenseLeaves | None = None
     try:
         if full and split.layout.dense:
@@ -170,7 +176,7 @@ def take(
         plans=plans,
         dense=leaves,
         items=items,
-        nbytes=sum(one.nbytes for one in segments) + (0 if leaves is None else leaves.nbytes),
+        nbytes=nbytes + (0 if leaves is None else leaves.nbytes),
         unix_ns=time.time_ns(),
         started=started,
     )

@@ -6,8 +6,10 @@ Those above the step before the newest stay, so that a damaged step costs nothin
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
@@ -47,7 +49,9 @@ def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
 
 def _remove(logs: Logs, at: Spot, number: int) -> None:
     """Removes a stretch: its logs first, since no head would name them otherwise."""
-    folders = {at / str(number), logs.segments_of(logs.head(number))}
+    folders = {at / str(number)}
+    with contextlib.suppress(RestoreError):  # Nobody can say where else it was.
+        folders.add(logs.segments_of(logs.head(number)))
     for folder in folders:
         folder.store.delete([(folder / key).key for key in folder.keys()])
     for folder in folders:

@@ -133,15 +133,13 @@ class Era:
 class History:
     """What the logs of a root hold, as it was read."""
 
-    def __init__(self, eras: tuple[Era, ...], damage: tuple[Damaged, ...] = ()):
+    def __init__(self, eras: tuple[Era, ...]):
         """Made by ``Logs.read``.
 
         Args:
           eras: the stretches that count, newest first.
-          damage: of heads that cannot be read.
         """
         self.eras = eras
-        self.damage = damage
 
     def points(self) -> list[LogPoint]:
         """All points that count, newest first; those that are not full, too."""
@@ -265,8 +263,12 @@ class Logs:
         numbers = self.numbers()
         if not numbers:
             return History(())
-        eras = [*self._eras(self.head(numbers[0]))]
-        return History(tuple(eras))
+        try:
+            newest = self.head(numbers[0])
+        except Damaged as error:
+            action = "nobody knows which points count; restore a step: restore_latest(log=None)"
+            raise Damaged(error.object_name, error.expected, error.found, action) from error
+        return History(tuple(self._eras(newest)))
 
     def log_of(self, head: StretchHead, process: int) -> ProcessLog:
         """The log of a process of a stretch, as far as it was read."""

@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
         tiers=tiers,
         deltas=deltackpt.DeltaOptions(policy=POLICIES[options.policy]()),
         writes=deltackpt.WriteOptions(durability=options.durability),
+        log=None if options.log is None else deltackpt.LogOptions(dense=options.log),
         retention=options.keep,
         timeouts=Timeouts(processes_secs=options.processes_secs),
     )
@@ -86,6 +87,10 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
             state = None
         if state is None:
             state = trainer.init_state(sizes, options.seed, placement)
+            if options.log is not None:
+                # What the marks up to the next save go on from.
+                manager.save(0, state)
+        journal.write("start", step=int(state.step))
         total = sum(sizes.rows.values())
         console.print(
             f"{len(sizes.rows)} tables, {total:,} rows of {options.width}, "
@@ -166,6 +171,8 @@ def train(
                 session.report({"step": done, "loss": loss, "auc": auc, "steps_per_sec": speed})
                 preempted = session.preempted()
             window, started = [], time.perf_counter()
+        if options.log is not None:
+            journal.logged(manager.log(done, state, ids=batch.ids))
         if preempted or done % options.save_every == 0 or done == options.steps:
             if options.digests:
                 journal.write("saved", step=done, digest=digest(state))
@@ -220,6 +227,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--endpoint", help="server of a bucket, where it is not the provider's own")
     add("--bytes-per-sec", type=float, help="the most that is sent to a bucket; default: all")
     add("--save-every", type=int, default=20, help="steps between saves")
+    add("--log", choices=["whole", "xor", "soft"], help="log every step, and how its MLPs")
     add("--policy", choices=sorted(POLICIES), default="consecutive", help="base or delta")
     add("--codec", default="raw", help="of the rows of deltas, e.g. adaptive4")
     add("--max-error", type=float, help="relative l2 error that a save may make; default: any")

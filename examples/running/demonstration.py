@@ -141,6 +141,16 @@ def show_comparison(
       on_disk: digest of the last state of ``whole``, as read back from disk.
       console: where to print.
     """
+    equal = show_equal(killed, whole, on_disk, console)
+    console.print(
+        f"killed {len(kills)} time(s), last in the save of step {kills[-1]}: "
+        + ("[green]nothing was lost" if equal else "[red]the runs differ")
+    )
+    return equal
+
+
+def show_equal(killed: Trainer, whole: Trainer, on_disk: str, console: Console) -> bool:
+    """The table of ``show_comparison``."""
     expected = {e["step"]: e["loss"] for e in journal.read(whole.journal, "step")}
     found = journal.read(killed.journal, "step")
     matching = sum(expected.get(entry["step"]) == entry["loss"] for entry in found)
@@ -181,9 +191,4 @@ def show_comparison(
     for name, left, right, equal in rows:
         table.add_row(name, str(left), str(right), "[green]equal" if equal else "[red]DIFFERENT")
     console.print(table)
-    equal = all(row[-1] for row in rows)
-    console.print(
-        f"killed {len(kills)} time(s), last in the save of step {kills[-1]}: "
-        + ("[green]nothing was lost" if equal else "[red]the runs differ")
-    )
-    return equal
+    return all(row[-1] for row in rows)

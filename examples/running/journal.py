@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 
+import deltackpt
 from deltackpt import events
 
 
@@ -47,6 +49,8 @@ class Journal:
             )
         elif isinstance(event, events.RestoreEvent):
             self.write("restore", **dataclasses.asdict(event))
+        elif isinstance(event, events.LogEvent):
+            self.write("durable", **dataclasses.asdict(event))
         elif isinstance(event, events.PromotionEvent):
             self.write("promotion", **dataclasses.asdict(event))
             self._console.print(
@@ -61,6 +65,18 @@ class Journal:
         for i, loss in enumerate(losses):
             self.write("step", step=first + i, loss=float(loss).hex())
 
+    def logged(self, logged: deltackpt.Logged) -> None:
+        """``log()`` returned."""
+        recovery = logged.recovery
+        self.write(
+            "logged",
+            unix_secs=time.time(),
+            step=logged.step,
+            kind=logged.kind,
+            blocked_secs=logged.blocked_secs,
+            recovery=recovery.step if isinstance(recovery, deltackpt.LogPoint) else recovery,
+        )
+
     def write(self, event: str, **figures: Any) -> None:
         """Appends a line to the file."""
         if self._file is not None:
@@ -73,15 +89,15 @@ class Journal:
             self._file.close()
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """All lines, oldest first; the last one may be cut off by a kill."""
+    whole = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in whole if line.endswith("\n")]
+
+
 def read(path: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of one kind of event; the last line may be cut off by a kill."""
-    found = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            entry = json.loads(line)
-            if entry["event"] == event:
-                found.append(entry)
-    return found
+    """The lines of one kind of event."""
+    return [entry for entry in lines(path) if entry["event"] == event]
 
 
 def size(nbytes: float) -> str:

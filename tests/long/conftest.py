@@ -25,6 +25,14 @@ def trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def log_trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
+    """The fork server of processes that log."""
+    server = harness.Trainees(tmp_path_factory.mktemp("trainees"), "log_trainee.py")
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def second_trainees(tmp_path) -> Iterator[harness.Trainees]:
     """A fork server of its own, for a process beside another."""

@@ -55,11 +55,12 @@ class Ended:
 class Trainees:
     """A fork server of training processes, one at a time."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, program: str = "trainee.py"):
         """Starts the server.
 
         Args:
           directory: where the I/O shim is built, and where logs go.
+          program: what the processes run, beside this file.
         """
         self.directory = directory
         self._diagnosis = directory / "diagnosis.txt"
@@ -71,7 +72,7 @@ class Trainees:
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         self._server = subprocess.Popen(
-            [sys.executable, str(HERE / "trainee.py")],
+            [sys.executable, str(HERE / program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

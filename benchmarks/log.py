@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log: what a mark at every step costs the training, and how soon one is back.
+
+The thesis DLRM (8 tables of 80,000 x 64, MLPs 512-512-64 and 1024-1024-1024-1 with Adam, 30 MB of
+dense leaves) trains with soft marks and full ones, with delta saves, with Orbax, and with nothing,
+in turn. What `log()` blocks is compared with `np.take` of the same rows and slots into warm memory
+and a copy of the dense leaves. The thesis's own table has full saves as slow as it reports them (20
+MB/s), and synchronous Orbax at every step, for one, two and four processes. State W is recovered
+from a base and a log.
+
+python benchmarks/log.py --json log.json
+python benchmarks/log.py --quick                      # a smoke test
+python benchmarks/log.py --only blocked recovery      # single parts
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import jax
+import log_job
+import numpy as np
+import once
+import state as states
+import ways
+from dlrm_jax import data
+from dlrm_jax.trainer import TrainState
+from log_job import MODES, Loop
+from report import Report, Sample, arguments, megabytes, secs, times
+
+import deltackpt
+from deltackpt.format import names
+from deltackpt.format.frames import Kind
+from deltackpt.reading import replay as replaying
+from deltackpt.reading import targets
+from deltackpt.reading.stretches import Logs, newest_way
+from deltackpt.storage.store import spot
+
+#: Most of the time of a training that keeps nothing.
+TRAINING = {"soft": 1.05, "full": 1.15}
+#: Processes to how much less time is wanted than with full saves as in the thesis.
+LESS = {1: 0.38, 2: 0.47, 4: 0.40}
+#: Of the time that saves of synchronous Orbax cost, what may be left.
+LEFT = 0.1
+#: Bytes that the thesis's full saves write in a second, and samples in an epoch.
+THESIS_BYTES_PER_SEC, EPOCH_SAMPLES = 20e6, 50_000
+#: Rows that are replayed in a second of one core.
+REPLAY_ROWS = 5_000_000
+#: Of W: lookups of a mark, as a share of all rows; bytes of the log, as a share of the base.
+_LOOKUPS, _LOG_SHARE = 0.1, 0.5
+_loops: list[Loop] = []
+
+
+def sample(runs: list[dict[str, float]], field: str = "secs") -> Sample:
+    """A figure of each round."""
+    return Sample(tuple(run[field] for run in runs))
+
+
+def compiled(options: argparse.Namespace) -> Loop:
+    """The loop in this process, made once."""
+    if not _loops:
+        _loops.append(
+            Loop(
+                scale=options.scale,
+                batch=options.batch,
+                steps=options.steps,
+                every=options.every,
+                hidden=options.hidden,
+                exponent=1.07,
+            )
+        )
+    return _loops[0]
+
+
+def training(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """Whole trainings, with each law of ids."""
+    for exponent, law in ((1.07, "Zipf 1.07"), (0.0, "uniform")):
+        loop = compiled(options)
+        loop.draw(exponent)
+        modes = ["none", "soft", "full", "xor", "deltas", "orbax-n"]
+        found = log_job.rounds(loop, modes, options.repeats, root)
+        nothing = sample(found["none"])
+        for name in modes[1:]:
+            title = f"{law}: training, {MODES[name].name}"
+            mine = sample(found[name])
+            report.compare(title, mine, "no saves", nothing, secs, bar=TRAINING.get(name))
+        for name in modes[1:]:
+            cpu = Sample(
+                tuple(
+                    (mine - bare) / options.steps
+                    for mine, bare in zip(
+                        sample(found[name], "cpu").values,
+                        sample(found["none"], "cpu").values,
+                        strict=True,
+                    )
+                )
+            )
+            report.state(f"{law}: more processor a step, {MODES[name].name}", cpu, secs)
+            threads = sample(found[name], "threads").over(sample(found["none"], "threads"))
+            report.state(f"{law}: threads, {MODES[name].name}", threads, times)
+        for name in ("soft", "full", "xor"):
+            title = f"{law}: {{}}, {MODES[name].name}"
+            report.state(title.format("durable after"), sample(found[name], "durable"), secs)
+            report.state(
+                title.format("bytes of a mark"), sample(found[name], "mark_bytes"), megabytes
+            )
+            syncs = sample(found[name], "syncs")
+            report.state(title.format("syncs"), syncs, "{:.0f}".format)
+        report.section()
+
+
+def taken(state: TrainState, batch: data.Batch, dense: bool, warm: dict[str, np.ndarray]) -> float:
+    """Seconds that the machine takes for what a mark copies, into memory that is warm."""
+    sources: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]] = []
+    for name, ids in batch.ids.items():
+        rows = np.unique(ids)
+        for what, leaf in (("values", state.tables[name]), ("slots", state.accumulators[name])):
+            array = np.asarray(leaf)
+            out = warm.setdefault(f"{name}:{what}", np.zeros((len(ids), *array.shape[1:]), "f4"))
+            sources.append((array, rows, out[: len(rows)]))
+    for number, leaf in enumerate(jax.tree.leaves((state.dense, state.opt_state)) if dense else ()):
+        array = np.asarray(leaf)
+        sources.append((array, None, warm.setdefault(f"dense {number}", np.zeros_like(array))))
+    started = time.perf_counter()
+    for array, rows, out in sources:
+        if rows is None:
+            np.copyto(out, array)
+        else:
+            np.take(array, rows, 0, out, "clip")
+    return time.perf_counter() - started
+
+
+def blocked(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """What `log()` keeps the training thread, beside what the machine takes for the same."""
+    loop = compiled(options)
+    loop.draw(1.07)
+    kinds = {
+        "rows only": (deltackpt.LogOptions(dense="soft"), True),
+        "rows and dense leaves": (deltackpt.LogOptions(), True),
+        "rows only, found from the stamps": (deltackpt.LogOptions(dense="soft"), False),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for number in range(options.repeats):
+        for name, (log, ids) in kinds.items():
+            place = root / f"{number}"
+            found[name].append(_blocked(loop, log, ids, place))
+            shutil.rmtree(place)
+    for name, rounds in found.items():
+        mine = Sample(tuple(one for one, _ in rounds))
+        limit = Sample(tuple(1.5 * other + 0.001 for _, other in rounds))
+        bar = 1.0 if kinds[name][1] else None
+        report.compare(f"log() blocks, {name}", mine, "1.5 takes + 1 ms", limit, secs, bar=bar)
+    report.section()
+
+
+def _blocked(loop: Loop, log: deltackpt.LogOptions, ids: bool, place: Path) -> tuple[float, float]:
+    """Medians over a training: seconds in `log()`, and of the takes."""
+    state, way, warm = loop.start(), ways.Logs(place, log), {}
+    way.save(0, state, base=True)
+    way.wait()
+    ours, takes = [], []
+    gc.collect()
+    for number, batch in enumerate(loop.batches, start=1):
+        state = loop.advance(state, batch)
+        # Whoever comes second finds the rows in the caches: each does so half of the time.
+        if number % 2:
+            takes.append(taken(state, batch, log.dense != "soft", warm))
+        started = time.perf_counter()
+        way.log(number, state, batch.ids if ids else None)
+        ours.append(time.perf_counter() - started)
+        if number % 2 == 0:
+            takes.append(taken(state, batch, log.dense != "soft", warm))
+    way.wait()
+    way.close()
+    return median(ours), median(takes)
+
+
+def thesis(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """The thesis's own table: rows at every step and a full point at the end of the epoch."""
+    steps = max(1, round(options.epoch / options.batch))
+    nbytes = sum(data.table_rows("thesis", options.scale).values()) * 64 * 4
+    modelled = nbytes / THESIS_BYTES_PER_SEC
+    given = argparse.Namespace(**{**vars(options), "steps": steps, "every": steps})
+    for count in options.processes:
+        place = root / f"thesis-{count}"
+        place.mkdir()
+        modes = ["none", "soft", "full", "orbax", "orbax-tuned"]
+        found = log_job.launch(given, count, modes, place)
+        title = f"{count} process{'es' if count > 1 else ''}"
+        nothing, ours = sample(found["none"]), sample(found["soft"])
+        full = Sample(tuple(value + modelled for value in nothing.values))
+        bar = 1 - LESS[count] if count in LESS else None
+        epoch = f"{title}: an epoch, logged"
+        report.compare(epoch, ours, "saved at 20 MB/s", full, secs, bar=bar)
+        report.compare(epoch, ours, "no saves", nothing, secs)
+        mine = _costs(sample(found["full"]), nothing)
+        for name, most in (("orbax", LEFT), ("orbax-tuned", None)):
+            theirs = _costs(sample(found[name]), nothing)
+            what = f"{title}: what full marks cost"
+            report.compare(what, mine, MODES[name].name, theirs, secs, bar=most)
+        report.state(f"{title}: durable after", sample(found["full"], "durable"), secs)
+    report.section()
+
+
+def _costs(runs: Sample, nothing: Sample) -> Sample:
+    """Seconds more than without saves; at least what a clock tells, to be divided by."""
+    pairs = zip(runs.values, nothing.values, strict=True)
+    return Sample(tuple(max(1e-3, value - bare) for value, bare in pairs))
+
+
+def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
+    """State W from a base and a log of half its bytes, against a full load by Orbax."""
+    way, state = _logged(options.scale, root / "log")
+    for name in ("orbax", "orbax-tuned"):
+        other = ways.WAYS[name](root / name)
+        other.save(int(state.step), state)
+        other.wait()
+        other.close()
+    nbytes = ways.tree_bytes(root / "log" / names.LOG)
+    del state, way
+    gc.collect()
+    replay(report, options, root / "log")
+    compared = ("log", "orbax", "orbax-tuned")
+    scale = f"--scale={options.scale}"
+    digests = {once.measure("restore", n, root / n, scale, "--digest")["digest"] for n in compared}
+    found: dict[str, list[float]] = {name: [] for name in compared}
+    for _ in range(options.repeats):
+        for name in compared:
+            found[name].append(once.measure("restore", name, root / name, scale)["seconds"])
+    mine = Sample(tuple(found["log"]))
+    for name in compared[1:]:
+        theirs = Sample(tuple(found[name]))
+        report.compare("recovery of W", mine, ways.NAMES[name], theirs, secs, bar=1.0)
+    report.state("recovery of W: bytes of the log", Sample((nbytes,)), megabytes)
+    report.note(
+        f"What was recovered is {'equal, bit for bit' if len(digests) == 1 else 'DIFFERENT'}."
+    )
+    report.section()
+
+
+def _logged(scale: float, place: Path) -> tuple[ways.Logs, states.State]:
+    """State W after a base and marks of half its bytes; the way is closed."""
+    state, way = states.make(scale), ways.Logs(place)
+    way.save(0, state, base=True)
+    way.wait()
+    written, number = 0, 0
+    while written < _LOG_SHARE * states.nbytes(state):
+        number += 1
+        random = np.random.default_rng(number)
+        ids = {
+            name: data.zipf_rows(random, len(table), round(_LOOKUPS * len(table)), 1.07)
+            for name, table in state.tables.items()
+        }
+        state = jax.block_until_ready(states.change(state, ids))
+        way.log(number, state, ids)
+        way.wait()
+        written = sum(mark.bytes_written for mark in way.marks)
+    way.close()
+    return way, state
+
+
+def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
+    """All marks of a log onto memory that is warm, by one core."""
+    history = Logs(spot(place / names.LOG)).read()
+    [era] = history.eras
+    # A base was saved before the first mark.
+    base = era.processes[0].log.marks[0].parent
+    way = newest_way(history, {base.step: base})
+    assert way is not None
+    rows = sum(
+        frame.head.segment.count
+        for leg in way.legs
+        for mark in leg.marks[0]
+        for frame in mark.frames
+        if frame.kind == Kind.ROWS
+    )
+    buffers, wanted = targets.empty_buffers(era.head.layout)
+    for array in jax.tree.leaves(buffers):
+        array[...] = 0
+    found, distinct = [], 0
+    for _ in range(options.repeats + 1):
+        started = time.process_time()
+        replayed = replaying.replay(way, wanted, era.head.layout)
+        found.append(time.process_time() - started)
+        distinct = sum(map(len, replayed.rows.values()))
+    cpu = found[1:]  # The first reads the log into the page cache.
+    for what, count, bar in (("", rows, 1.0), (", each counted once", distinct, None)):
+        per_5m = Sample(tuple(value * REPLAY_ROWS / count for value in cpu))
+        report.state(f"replay of 5 M rows{what}, processor", per_5m, secs, bar=bar)
+    report.note(f"The log of W holds {rows:,} rows, {distinct:,} different ones.")
+
+
+PARTS = {"training": training, "blocked": blocked, "thesis": thesis, "recovery": recovery}
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    parser.set_defaults(repeats=5)
+    add("--batch", type=int, default=2048, help="samples in a batch")
+    add("--steps", type=int, default=32, help="of one training")
+    add("--every", type=int, default=16, help="N, steps from full point to full point")
+    add("--hidden", type=int, default=1024, help="columns of the largest layers")
+    add("--epoch", type=int, default=EPOCH_SAMPLES, help="samples in an epoch of the thesis")
+    add("--processes", type=int, nargs="+", default=list(LESS), help="of the thesis")
+    add("--limit", type=int, default=1800, help="seconds for a set of processes")
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    add("--quick", action="store_true", help="everything small, which measures nothing")
+    options = parser.parse_args()
+    if options.quick:
+        options.scale, options.repeats, options.batch, options.steps = 0.01, 1, 64, 4
+        options.every, options.epoch, options.processes, options.hidden = 2, 128, [1, 2], 32
+    rows = max(data.table_rows("thesis", options.scale).values())
+    report = Report(
+        "The log",
+        sizes=(
+            f"Thesis DLRM, 8 tables of {rows:,} x 64, batch {options.batch}, {options.steps} "
+            f"steps, N = {options.every}; W at {options.scale:g} of its rows; {options.repeats} "
+            "interleaved rounds, median (range)"
+        ),
+    )
+    with tempfile.TemporaryDirectory(prefix="log-", dir=options.directory) as place:
+        for part in options.only:
+            folder = Path(place, part)
+            folder.mkdir()
+            PARTS[part](report, options, folder)
+    report.note(ways.TUNED)
+    report.show(options.json, options.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

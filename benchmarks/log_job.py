@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole trainings of the thesis DLRM for ``log.py``, in this process or in a job of several.
+
+Each begins with a base that is durable, and ends when what it logged or saved last is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import scaling
+import ways
+from dlrm_jax import data, trainer
+from dlrm_jax.placement import Placement
+
+import deltackpt
+
+#: Steps that are compiled anew: from a fresh state, and from the one after it.
+_COMPILES = 3
+#: Options of ``log.py`` that its jobs have.
+_PASSED = ("scale", "batch", "steps", "every", "hidden", "repeats", "limit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """What is kept of a training.
+
+    Attributes:
+      name: in the table.
+      make: its way, with the steps from full point to full point; None keeps nothing.
+      each: whether every step is saved, instead of every so many; a way that logs has no choice.
+      waits: whether each save is waited for.
+    """
+
+    name: str
+    make: Callable[[Path, int], ways.Way] | None = None
+    each: bool = False
+    waits: bool = False
+
+
+def _logs(**options: Any) -> Callable[[Path, int], ways.Way]:
+    return lambda root, every: ways.Logs(root, deltackpt.LogOptions(**options))
+
+
+def _way(name: str) -> Callable[[Path, int], ways.Way]:
+    return lambda root, every: ways.WAYS[name](root)
+
+
+MODES = {
+    "none": Mode("no saves"),
+    "soft": Mode(
+        "soft marks, full every N",
+        lambda root, every: ways.Logs(root, deltackpt.LogOptions(dense_every=every)),
+    ),
+    "full": Mode("full marks", _logs()),
+    "xor": Mode('full marks, dense="xor"', _logs(dense="xor")),
+    "deltas": Mode("a delta every step", _way("power"), each=True),
+    "orbax-n": Mode("Orbax tuned every N", _way("orbax-tuned")),
+    "orbax": Mode("Orbax every step, synchronous", _way("orbax"), each=True, waits=True),
+    "orbax-tuned": Mode(
+        "Orbax tuned every step, synchronous", _way("orbax-tuned"), each=True, waits=True
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What one training took.
+
+    Attributes:
+      secs: wall time, of the slowest process.
+      cpu: seconds of processors.
+      threads: at its end.
+      syncs: how often the log was forced to disk.
+      mark_bytes: of a mark, the mean.
+      durable: median of the seconds from ``log()`` until a mark was durable.
+    """
+
+    secs: float
+    cpu: float
+    threads: float
+    syncs: float = 0.0
+    mark_bytes: float = 0.0
+    durable: float = 0.0
+
+
+class Loop:
+    """The training loop, compiled once."""
+
+    def __init__(
+        self,
+        *,
+        scale: float,
+        batch: int,
+        steps: int,
+        every: int,
+        hidden: int,
+        exponent: float,
+        placement: Placement | None = None,
+    ):
+        """Draws the batches beforehand: what is compared is training and saving.
+
+        Args:
+          scale: of the tables' rows.
+          batch: samples in a batch.
+          steps: of a training.
+          every: from full point to full point.
+          hidden: columns of the top MLP's layers; the bottom one's have half of them.
+          exponent: of the law of ids.
+          placement: as of ``trainer.train_step``.
+        """
+        self.rows = data.table_rows("thesis", scale)
+        half, whole = (hidden // 2,) * 2, (hidden,) * 3
+        self.sizes = trainer.ModelOptions(rows=self.rows, row_multiple=8, bottom=half, top=whole)
+        self.every, self.placement = every, placement
+        self._batch, self._steps = batch, steps
+        self.draw(exponent)
+        self.step = trainer.train_step(self.sizes, placement=placement)
+        state = self.start()
+        for batch in self.batches[:_COMPILES]:
+            state = self.advance(state, batch)
+
+    def draw(self, exponent: float) -> None:
+        """Draws the batches of another law of ids."""
+        traffic = data.ZipfTraffic(self.rows, self._batch, exponent=exponent, seed=0)
+        self.batches = [traffic.batch(step) for step in range(self._steps)]
+
+    def start(self) -> trainer.TrainState:
+        """A fresh state."""
+        return jax.block_until_ready(trainer.init_state(self.sizes, 0, self.placement))
+
+    def advance(self, state: trainer.TrainState, batch: data.Batch) -> trainer.TrainState:
+        """One step."""
+        placed = batch if self.placement is None else self.placement.batch(batch)
+        return jax.block_until_ready(self.step(state, placed))[0]
+
+    def train(self, mode: Mode, root: Path) -> Training:
+        """A whole training."""
+        state, way = self.start(), None if mode.make is None else mode.make(root, self.every)
+        if way is not None:
+            way.save(0, state, base=True)
+            way.wait()
+        ways.settle(scaling.shards(state))
+        _meet()
+        before, started = _cpu(), time.perf_counter()
+        for number, batch in enumerate(self.batches, start=1):
+            state = self.advance(state, batch)
+            if isinstance(way, ways.Logs):
+                way.log(number, state, batch.ids)
+            elif way is not None and (mode.each or number % self.every == 0):
+                way.save(number, state)
+                if mode.waits:
+                    way.wait()
+        if way is not None:
+            way.wait()
+        _meet()
+        secs, cpu = time.perf_counter() - started, _cpu() - before
+        threads = len(os.listdir("/proc/self/task"))
+        if way is not None:
+            way.close()
+        if not isinstance(way, ways.Logs):
+            return Training(secs, cpu, threads)
+        marks = way.marks
+        return Training(
+            secs,
+            cpu,
+            threads,
+            syncs=sum(1 / mark.batches_in_sync for mark in marks),
+            mark_bytes=sum(mark.bytes_written for mark in marks) / len(marks),
+            durable=median(mark.durable_secs for mark in marks),
+        )
+
+
+def rounds(
+    loop: Loop, modes: list[str], repeats: int, root: Path
+) -> dict[str, list[dict[str, float]]]:
+    """All modes in turn, so often."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+    for number in range(repeats):
+        for name in modes:
+            place = root / f"{name}-{number}"
+            found[name].append(dataclasses.asdict(loop.train(MODES[name], place)))
+            _meet()
+            if jax.process_index() == 0:
+                shutil.rmtree(place, ignore_errors=True)
+    return found
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _meet() -> None:
+    if jax.process_count() > 1:
+        scaling.barrier("meet")
+
+
+# In each process of a job.
+
+
+def work(options: argparse.Namespace) -> None:
+    """Joins the other processes and trains with them."""
+    signal.alarm(options.limit)  # also where nobody is left to end it
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"127.0.0.1:{options.port}"
+    if options.processes > 1:
+        jax.distributed.initialize(
+            address,
+            options.processes,
+            options.worker,
+            coordinator_bind_address=address,
+            initialization_timeout=scaling.START_SECS,
+        )
+    loop = Loop(
+        scale=options.scale,
+        batch=options.batch,
+        steps=options.steps,
+        every=options.every,
+        hidden=options.hidden,
+        exponent=0.0,
+        placement=Placement.over_all_devices(),
+    )
+    found = rounds(loop, options.modes.split(","), options.repeats, options.directory)
+    (options.directory / f"found.{options.worker}.json").write_text(json.dumps(found))
+
+
+# In the one that started them.
+
+
+def launch(
+    options: argparse.Namespace, count: int, modes: list[str], directory: Path
+) -> dict[str, list[dict[str, float]]]:
+    """Runs a job; the figures of process 0, CPU seconds those of all.
+
+    Raises:
+      RuntimeError: a process failed, or they did not end in time.
+    """
+    command = [sys.executable, __file__, f"--directory={directory}", f"--modes={','.join(modes)}"]
+    command += [f"--{name}={getattr(options, name)}" for name in _PASSED]
+    command += [f"--processes={count}", f"--port={scaling.free_port()}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    logs = [directory / f"log.{rank}" for rank in range(count)]
+    with contextlib.ExitStack() as stack:
+        workers: list[subprocess.Popen[bytes]] = []
+        for rank, log in enumerate(logs):
+            output = stack.enter_context(log.open("wb"))
+            worker = subprocess.Popen(
+                [*command, f"--worker={rank}"], env=environment, stdout=output, stderr=output
+            )
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
+            workers.append(worker)
+        scaling.join(workers, logs, time.monotonic() + options.limit)
+    views = [json.loads((directory / f"found.{rank}.json").read_text()) for rank in range(count)]
+    for view in views[1:]:
+        for name, runs in view.items():
+            for mine, theirs in zip(views[0][name], runs, strict=True):
+                mine["cpu"] += theirs["cpu"]
+    return views[0]
+
+
+def main() -> None:
+    """Runs the command line of a process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--modes", required=True)
+    parser.add_argument("--scale", type=float, required=True)
+    for name in (*_PASSED[1:], "processes", "port", "worker"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    work(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges processes that log and are killed; see ``log_trainee.py``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import harness
+from harness import Ended
+
+#: What a process does between its start and its end, and how likely that is.
+_DOINGS = {"log": 8, "union": 2, "save": 4, "look": 1, "roll": 1, "wait_logged": 3, "wait": 1}
+
+PHASES = (
+    *harness.PHASES,
+    "log: head",
+    "log: new segment",
+    "log: frames",
+    "log: sync",
+    "log: progress",
+    "log: trimming",
+)
+#: What the shim's lines of the phases that are hardest to hit by chance contain.
+MATCHES = {
+    **harness.MATCHES,
+    "log: head": ".msgpack",
+    "log: new segment": "open /log/",
+    "log: sync": "fsync /log/",
+    "log: trimming": "unlink /log/",
+}
+
+
+def phase(call: str, path: str) -> str:
+    """What a process was about when it entered an I/O call, as ``harness.phase``."""
+    top, _, below = path.lstrip("/").partition("/")
+    if top != "log":
+        return harness.phase(call, path)
+    if below.endswith("progress"):
+        return "log: progress"
+    if call == "unlink":
+        return "log: trimming"
+    if "/" not in below:
+        return "log: head"
+    if call == "write":
+        return "log: frames"
+    return "log: sync" if call == "fsync" else "log: new segment"
+
+
+class Offer(NamedTuple):
+    """A state that a restore may find.
+
+    Attributes:
+      step: its step; 0 where there is nothing.
+      history: of the state.
+      kept: whether it was saved or logged, instead of only gone back to.
+    """
+
+    step: int
+    history: str
+    kept: bool = True
+
+
+class Offers:
+    """States that the trainers of a directory offered, in order; what a restore may find.
+
+    Attributes:
+      restored: how many restores were compared.
+      of_points: how many of these were of points.
+    """
+
+    def __init__(self) -> None:
+        self.restored = self.of_points = 0
+        #: From the newest that is known to be there on.
+        self._standing = [Offer(0, "")]
+        #: Every history that was ever offered.
+        self._ever: set[str] = set()
+
+    def check(self, ended: Ended) -> None:
+        """Checks what a process found, and takes in what it offered and what it was promised.
+
+        Args:
+          ended: a process that started where another had ended.
+        """
+        offered = self._standing
+        for note in ended.notes:
+            kind = note["note"]
+            if kind == "ready":
+                self._compare(note)
+                found = Offer(note["step"], note["history"] if note["step"] else "")
+                assert found[:2] in [one[:2] for one in offered], (note, offered)
+                # What is newer is gone, and is made again.
+                offered = [found]
+            elif kind == "looked":
+                self._compare(note)
+                assert note["history"] in self._ever, note
+            elif kind == "offered":
+                offered.append(Offer(note["step"], note["history"], note["by"] != "roll"))
+                self._ever.add(note["history"])
+            elif kind == "withdrawn":
+                offered.pop()
+            elif kind == "acknowledged":
+                offered = _acknowledged(offered, note.get("step"))
+        self._standing = offered
+
+    def _compare(self, note: dict[str, Any]) -> None:
+        if note["step"]:
+            assert note["wrong"] is None, note
+            assert note["items"] == (note["history"] if note["log"] else None), note
+            self.restored += 1
+            self.of_points += note["log"]
+
+
+def _acknowledged(offered: list[Offer], step: int | None) -> list[Offer]:
+    """What is left to choose from where a step was promised; None: the last that was kept."""
+    if step is None:
+        at = max((at for at, one in enumerate(offered) if one.kept), default=0)
+    else:
+        # After going back a number may stand there twice: only the older one is sure.
+        at = next((at for at, one in enumerate(offered) if one.step == step), 0)
+    return offered[at:]
+
+
+def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
+    """A task of a training process that logs.
+
+    Args:
+      random_: what it is drawn from.
+      life: its number in the directory, from 1.
+      doings: how many things it does.
+    """
+    drawn: list[list[str | int]] = [["save", 1]] if life == 1 else []
+    for doing in random_.choices(list(_DOINGS), list(_DOINGS.values()), k=doings):
+        if doing.startswith("wait"):
+            drawn.append([doing])
+        elif doing in ("look", "roll"):
+            drawn.append([doing, random_.randrange(8)])
+        else:
+            drawn.append([doing, random_.choice((1, 1, 2, 5))])
+    return {
+        "doings": drawn,
+        "branch": 1000 * life,
+        "retention": random_.choice((1, 2, 2, 4)),
+        "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
+        "ids": random_.random() < 0.5,
+        "log_options": {
+            "dense": random_.choice(("whole", "xor")),
+            "dense_every": random_.choice((1, 1, 3)),
+            # So that log() saves some of the steps by itself.
+            "most_bytes": random_.choice((1.0, 1.0, 1e-3)),
+            # A segment has a few marks, so that they are closed and trimmed.
+            "backend": {"segment_bytes": random_.choice((1 << 16, 1 << 20))},
+        },
+    }

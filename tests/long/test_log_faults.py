@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Power cuts, full disks and failing ones under processes that log their steps."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import random
+import shutil
+
+import log_harness
+import pytest
+import trainee
+from log_harness import Offers
+from test_power_cuts import KINDS, disk
+
+__all__ = ["disk"]
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
+
+CUTS = 100
+#: More than a process gets to before its cut.
+DOINGS = 80
+#: Then a new directory is begun: the longer a history, the longer is its replay.
+LIVES = 20
+_LONGEST_CUT_SECS = 1.0
+FAULTS = 40
+#: Of a training, how often it saves, and how often it waits for its marks.
+STEPS, EVERY, WAITS = 12, 5, 3
+_FAULTS = {
+    "one EIO": (trainee.FAIL_ONCE, errno.EIO),
+    "one ENOSPC": (trainee.FAIL_ONCE, errno.ENOSPC),
+    "ENOSPC until space is freed": (trainee.FAIL_FROM, errno.ENOSPC),
+}
+
+
+def test_a_mark_that_was_acknowledged_survives_a_power_cut(
+    log_trainees, disk, tmp_path, campaign, figures
+):
+    random_ = campaign.random("power cuts of logs", disk.kind)
+    phases: collections.Counter[str] = collections.Counter()
+    cuts = restores = of_points = 0
+    root, offers = disk.mount / "root", Offers()
+    while cuts < campaign.count(CUTS) / len(KINDS):
+        if cuts % LIVES == 0:
+            restores, of_points = restores + offers.restored, of_points + offers.of_points
+            shutil.rmtree(root, ignore_errors=True)
+            root, offers = disk.mount / f"root{cuts}", Offers()
+        cuts += 1
+        life = log_harness.draw_log_life(random_, (cuts - 1) % LIVES + 1, DOINGS)
+        running = log_trainees.start("log", root, **life)
+        ended = running.end(
+            "ready",
+            random_.uniform(0, _LONGEST_CUT_SECS),
+            lambda killed=running: (disk.cut(), killed.kill()),
+        )
+        assert ended.noted("ready"), (ended.notes, log_trainees.diagnosis())
+        disk.restart()
+        # What it found had survived the cut before; what it was promised must survive this one.
+        offers.check(ended)
+        if ended.calls:
+            phases[log_harness.phase(*ended.calls[max(ended.calls)])] += 1
+    figures(
+        f"power cuts of logs on {disk.kind}",
+        cuts=cuts,
+        restores=restores + offers.restored,
+        restores_of_points=of_points + offers.of_points,
+        phase=dict(phases),
+    )
+
+
+@pytest.mark.parametrize("on_failure", ["save", "raise"])
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_a_failed_io_call_is_told_and_no_row_is_lost(
+    log_trainees, tmp_path, record, fault, on_failure
+):
+    action, number = _FAULTS[fault]
+    task = {
+        "steps": STEPS,
+        "every": EVERY,
+        "waits": WAITS,
+        "log_options": {"on_failure": on_failure, "backend": {"segment_bytes": 1 << 16}},
+    }
+    rehearsal = log_trainees.run("log_through_faults", tmp_path / "rehearsal", **task)
+    assert rehearsal.status == 0, log_trainees.diagnosis()
+    assert rehearsal.last("restored", "step") == STEPS and not rehearsal.noted("failure")
+    of_log = [call for call, (_, path) in rehearsal.calls.items() if path.startswith("/log")]
+    random_ = random.Random(number)
+    outcomes: collections.Counter[str] = collections.Counter()
+    for fault_number in range(FAULTS):
+        # Half of them hit the log; the others one from each stretch of the calls.
+        calls = len(rehearsal.calls)
+        at = random_.randrange(calls * fault_number // FAULTS, calls * (fault_number + 1) // FAULTS)
+        at = random_.choice(of_log) if fault_number % 2 else at + 1
+        root = tmp_path / f"root{fault_number}"
+        fault_at = {"action": action, "at": at, "errno": number}
+        ended = log_trainees.run("log_through_faults", root, **task, **fault_at)
+        where = ended.calls.get(at)
+        assert ended.status == 0, (where, ended.notes, log_trainees.diagnosis())
+        told = [*ended.noted("refused"), *ended.noted("failure")]
+        for note in told:
+            assert note["text"].strip(), where
+        outcomes[
+            ", ".join(sorted({note.get("error") or "event" for note in told})) or "nothing"
+        ] += 1
+        if where is not None and where[0] == "write" and log_harness.phase(*where) == "log: frames":
+            assert told, (where, ended.notes)
+        assert ended.last("restored", "wrong") is None, (where, ended.notes)
+        # Steps after the fault are durable again, with the rows of those that were not.
+        assert ended.last("restored", "step") >= ended.last("acknowledged", "step"), (where, ended)
+        if fault_number % 2 and ended.calls and at < len(ended.calls) // 2:
+            assert ended.last("acknowledged", "step") == STEPS, (where, ended.notes)
+    record(f"{FAULTS} faults over {len(rehearsal.calls)} calls, {len(of_log)} of them of the log:")
+    for name, count in outcomes.most_common():
+        record(f"  {count:4d} {name}")

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL at every I/O call of processes that log their steps, and at any moment.
+
+They log and save in any mixture, go back to steps and points, and look at others. Each next one
+restores the newest of step and point and compares it bit for bit with what a run that nobody
+killed has there; what was acknowledged is there. Then jobs of two and four processes, of which some
+go on for a while when one is dead.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import signal
+import time
+
+import log_harness
+import log_job_worker
+import pytest
+import trainee
+from log_harness import Offers
+from many import Job, Process, Server
+from test_kills import killing_call
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
+
+#: In all, by the number of processes.
+KILLS = {1: 700, 2: 200, 4: 100}
+#: Each is the work of one worker of pytest-xdist.
+LANES = [pytest.param(n, marks=pytest.mark.xdist_group(f"log kills {n}")) for n in range(2)]
+#: Then a new directory is begun: the longer a history, the longer is its replay.
+LIVES, LIVES_OF_SEVERAL = 40, 10
+DOINGS = 8
+_PROCESSES_SECS = 4.0
+_LONGEST_LIFE_SECS = 1.0
+#: How long the others go on without one that is dead.
+_LONGEST_WITHOUT_SECS = 0.3
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
+    log_trainees, tmp_path, campaign, figures, lane
+):
+    random_ = campaign.random("log kills", lane)
+    kills = campaign.count(KILLS[1]) // len(LANES)
+    calls, secs = rehearsed(log_trainees, tmp_path / "rehearsal")
+    phases: collections.Counter[str] = collections.Counter({name: 0 for name in log_harness.PHASES})
+    lives = restores = of_points = 0
+    root, offers, told = tmp_path / "root", Offers(), []
+    while phases.total() < kills:
+        if lives % LIVES == 0:
+            restores, of_points = restores + offers.restored, of_points + offers.of_points
+            root, offers = tmp_path / f"root{lives}", Offers()
+        lives += 1
+        assert lives < 5 * kills, f"most lives end by themselves: {phases}"
+        kill, after = draw_kill(random_, phases, calls, secs)
+        task = {**log_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
+        running = log_trainees.start("log", root, **task)
+        ended = running.end("ready", after, running.kill)
+        told = [*told[-2:], json.dumps({"task": task, "notes": ended.notes})]
+        try:
+            assert ended.status in (0, -signal.SIGKILL), log_trainees.diagnosis()
+            offers.check(ended)
+        except AssertionError as error:
+            raise AssertionError("\n".join([str(root), *told, str(error)])) from error
+        if ended.status == -signal.SIGKILL and ended.calls:
+            phases[log_harness.phase(*killing_call(ended, kill))] += 1
+    figures(
+        "kills of one process that logs",
+        kills=phases.total(),
+        lives=lives,
+        restores=restores + offers.restored,
+        restores_of_points=of_points + offers.of_points,
+        phase=dict(phases),
+    )
+
+
+def rehearsed(trainees, root) -> tuple[int, float]:
+    """I/O calls and seconds of a life that nobody ends; the first fills XLA's cache."""
+    doings = [["save", 1], ["log", 3], ["union", 2], ["save", 1], ["log", 5], ["wait_logged"]]
+    calls = started = 0.0
+    for life in (1, 2):
+        running = trainees.start("log", root, doings=doings, branch=100 * life)
+        for note in running:
+            if note["note"] == "ready":
+                started = time.perf_counter()
+        secs = time.perf_counter() - started
+        ended = running.ended()
+        assert ended.status == 0, trainees.diagnosis()
+        calls = len(ended.calls)
+    seen = {log_harness.phase(*call) for call in ended.calls.values()}
+    assert seen <= set(log_harness.PHASES), seen - set(log_harness.PHASES)
+    return calls, secs
+
+
+def draw_kill(
+    random_: random.Random, phases: collections.Counter[str], calls: int, secs: float
+) -> tuple[dict, float | None]:
+    """Where a process kills itself, or when it is killed from outside."""
+    way = random_.choice(("call", "call", "phase", "moment", "moment"))
+    if way == "moment":
+        return {}, random_.uniform(0, secs)
+    at, match = random_.randint(1, calls), ""
+    rarest = min(log_harness.MATCHES, key=phases.__getitem__)
+    if way == "phase":
+        at, match = random_.randint(1, 3), log_harness.MATCHES[rarest]
+    return {"action": trainee.KILL, "at": at, "match": match}, None
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server(log_job_worker.__file__)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_one_of_several_is_killed_and_what_all_have_acknowledged_is_there(
+    server, tmp_path, campaign, figures, processes
+):
+    random_ = campaign.random("log kills of several", processes)
+    kills = campaign.count(KILLS[processes])
+    acknowledged = reached = unacknowledged = of_points = 0
+    root = tmp_path
+    for life in range(kills):
+        if life % LIVES_OF_SEVERAL == 0:
+            root, acknowledged, reached = tmp_path / f"root{life}", 0, 0
+        topology, place = _draw_topology(random_, processes)
+        with Job(server, tmp_path / "jobs", apart=True, **topology) as job:
+            job.all("open", root=str(root), processes_secs=_PROCESSES_SECS, **_drawn(random_))
+            begins = not root.exists()
+            if not begins:
+                found = job.all("restore_latest", place=place)
+                [(step, wrong)] = {(one["step"], one.get("wrong")) for one in found}
+                begins = step is None
+                assert wrong is None and acknowledged <= (step or 0) <= reached, found
+                of_points += not begins and found[0]["point"]
+                unacknowledged += reached - (step or 0)
+                acknowledged = reached = step or 0
+            if begins:
+                job.all("start", place=place)
+            job.ask("logs", seed=random_.randrange(1 << 30), begins=begins)
+            time.sleep(random_.uniform(0, _LONGEST_LIFE_SECS))
+            random_.choice(job.processes).kill()
+            time.sleep(random_.choice((0.0, random_.uniform(0, _LONGEST_WITHOUT_SECS))))
+        # All are dead now, and all that they said is known.
+        acknowledged, reached = _told(job.processes, acknowledged)
+    figures(
+        f"kills of one of {processes} processes that log",
+        kills=kills,
+        restores_of_points=of_points,
+        steps_that_were_made_again=unacknowledged,
+    )
+
+
+def _drawn(random_: random.Random) -> dict:
+    return {
+        "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
+        "retention": random_.choice((1, 2, 4)),
+        "log": {
+            "dense": random_.choice(("whole", "xor")),
+            "dense_every": random_.choice((1, 1, 3)),
+            "backend": {"segment_bytes": 1 << 16},
+        },
+    }
+
+
+def _draw_topology(random_: random.Random, processes: int) -> tuple[dict, dict]:
+    count = random_.choice((processes, processes, processes, 1))
+    devices = 2 if count == 1 else random_.choice((1, 2))
+    mesh = [count, devices] if random_.random() < 0.5 else [devices * count, 1]
+    return {"processes": count, "devices": devices}, {"mesh": mesh}
+
+
+def _told(processes: list[Process], step: int) -> tuple[int, int]:
+    """The newest step that any of them was promised, and that any has begun."""
+    said = [one.split() for process in processes for one in process.reached]
+    newest = {
+        kind: max([step, *(int(number) for what, number in said if what == kind)])
+        for kind in ("acknowledged", "begun")
+    }
+    return newest["acknowledged"], newest["begun"]

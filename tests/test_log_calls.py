@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of ``log()`` that save a step instead, and what they leave to the calls after them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt import touched
+
+ROWS, WIDTH = 64, 4
+
+
+def manager(root, **options: Any) -> deltackpt.CheckpointManager:
+    log = deltackpt.LogOptions(**options)
+    return deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": deltackpt.Tables(select="table", slots={})},
+        options=deltackpt.ManagerOptions(log=log),
+    )
+
+
+class Training:
+    """Each step changes a few rows, and the one dense leaf."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"table": jnp.zeros((ROWS, WIDTH)), "dense": jnp.zeros(512)}
+        self.touched = touched.init({"table": self.state["table"]})
+
+    def step(self, number: int) -> dict[str, np.ndarray]:
+        ids = np.random.default_rng(number).choice(ROWS, 5, replace=False).astype(np.int32)
+        self.state = {
+            "table": self.state["table"].at[ids].set(float(number)),
+            "dense": self.state["dense"] + 1,
+        }
+        self.touched = touched.mark(self.touched, {"table": ids})
+        return {"table": ids}
+
+    def equals(self, other: Any) -> bool:
+        return all(np.array_equal(self.state[name], other[name]) for name in self.state)
+
+
+@pytest.mark.parametrize("dense_every", [1, 2])
+def test_rows_that_were_named_where_a_step_was_saved_instead_are_not_missed(tmp_path, dense_every):
+    training = Training()
+    # After any mark the log has grown too long.
+    with manager(tmp_path, most_bytes=1e-9, dense_every=dense_every) as saver:
+        saver.save(0, training.state, touched=training.touched)
+        kinds = []
+        for number in range(1, 9):
+            ids = training.step(number)
+            logged = saver.log(number, training.state, touched=training.touched, ids=ids)
+            kinds.append("saved" if logged.saved else logged.kind)
+            saver.wait_logged()
+        saver.save(9, training.state, touched=training.touched)
+    assert "saved" in kinds and {*kinds} & {"soft", "full"}
+    with manager(tmp_path) as reader:
+        found = reader.restore_latest(training.state)
+    assert found is not None and training.equals(found.state)
+
+
+def test_marks_that_were_acknowledged_outlive_a_look_at_an_older_step(tmp_path):
+    training = Training()
+    with manager(tmp_path) as saver:
+        saver.save(0, training.state, touched=training.touched)
+        for number in (1, 2):
+            training.step(number)
+            saver.log(number, training.state, touched=training.touched)
+        saver.wait_logged()
+        saver.restore(0, training.state)
+        training.step(3)
+        logged = saver.log(3, training.state, touched=training.touched)
+        saver.wait_logged()
+        assert logged.kind == "full"
+        assert [point.step for point in saver.points()] == [3, 2, 1]
+        found = saver.restore_latest(training.state)
+    assert found is not None and found.step == 3 and training.equals(found.state)
+
+
+def test_a_newer_step_that_was_only_looked_at_does_not_stop_the_log(tmp_path):
+    training = Training()
+    with manager(tmp_path) as saver:
+        for number in (0, 4):
+            saver.save(number, training.state, touched=training.touched)
+            training.step(number)
+        older = saver.restore(0, training.state)
+        training.state, training.touched = dict(older.state), older.touched
+        saver.restore(4, training.state)
+        with warnings.catch_warnings():
+            # Later steps are moved aside.
+            warnings.simplefilter("ignore")
+            for number in (1, 2):
+                ids = training.step(number)
+                saver.log(number, training.state, touched=training.touched, ids=ids)
+        saver.wait()
+    with manager(tmp_path) as reader:
+        found = reader.restore_latest(training.state)
+    assert found is not None and found.step == 2 and training.equals(found.state)
+
+
+def test_ids_of_what_training_has_left_are_not_compared_with_what_it_goes_on_with(tmp_path):
+    training = Training()
+    with manager(tmp_path) as saver:
+        saver.save(0, training.state, touched=training.touched)
+        for number in (1, 2):
+            ids = training.step(number)
+            saver.log(number, training.state, touched=training.touched, ids=ids)
+        saver.wait()
+        older = saver.restore(0, training.state)
+        training.state, training.touched = dict(older.state), older.touched
+        training.step(7)
+        saver.save(7, training.state, touched=training.touched)
+    with manager(tmp_path) as reader:
+        found = reader.restore_latest(training.state)
+    assert found is not None and found.step == 7 and training.equals(found.state)
+
+
+def test_a_step_that_is_not_above_the_last_is_refused(tmp_path):
+    training = Training()
+    with manager(tmp_path) as saver:
+        saver.save(0, training.state, touched=training.touched)
+        training.step(3)
+        saver.log(3, training.state, touched=training.touched)
+        with pytest.raises(deltackpt.errors.OptionError, match="above 3"):
+            saver.log(3, training.state, touched=training.touched)
