@@ -406,10 +406,7 @@ def test_a_missing_piece_ends_the_log_before_it(node, alone, monkeypatch):
         one.save(manager, 0)
         for step in (1, 2, 3):
             one.log(manager, step)
-            work = Promoter(one.stage)
-            while work.step():
-                pass
-            work._log.step(work._journal, work._pace, every=True)
+            promote(one)
     [ref] = one.journal().known.entry.logs
     keys = [key for key in (one.place() / ref.prefix).keys() if key.endswith(".2")]
     at = one.place() / ref.prefix
