@@ -308,15 +308,15 @@ class Recorder:
         if writer.fenced is not None:
             raise writer.fenced
         failure = writer.take_failure()
-        if failure is None:
-            return None
-        for step in failure.steps:
-            self._run.tell_failure("log", step, failure.cause, failure.since)
-        if options.on_failure == "raise":
-            raise failure.error() from failure.cause
-        if writer.failures >= _FAILURES and self._run.among.count == 1:
-            return f"the log has failed again: {failure.cause}"
-        events.warn(str(failure.error()))
+        if failure is not None:
+            for step in failure.steps:
+                self._run.tell_failure("log", step, failure.cause, failure.since)
+            if options.on_failure == "raise":
+                raise failure.error() from failure.cause
+            events.warn(str(failure.error()))
+        alone = self._run.among.count == 1
+        if alone and options.on_failure == "save" and writer.has_failed(_FAILURES):
+            return "the log has failed again"
         return None
 
     def _logged(self, step: int, kind: Any, reason: str, started: float) -> Logged:

@@ -216,13 +216,13 @@ class ProcessLog:
         expected = Place(place.part, self._process, scan.seq, frame.place.step)
         if frame.place != expected or (frame.kind == Kind.BEGIN) != (scan.at == 0):
             raise Damaged(frame.name, f"a frame at {expected}", f"{frame.kind.name} {frame.place}")
-        scan.at = frame.end
         if isinstance(frame.head, BeginHead):
             if frame.head.stretch != self._stretch:
                 found = f"stretch {frame.head.stretch}"
                 raise Damaged(frame.name, f"the log of stretch {self._stretch}", found)
-            scan.crc32c, scan.after = frame.head.crc32c, frame.head.after
+            scan.at, scan.crc32c, scan.after = frame.end, frame.head.crc32c, frame.head.after
             return
+        scan.at = frame.end
         scan.seq, scan.crc32c = scan.seq + 1, frame.body_crc32c
         if not isinstance(frame.head, MarkHead):
             scan.pending.append(frame)
@@ -291,7 +291,7 @@ def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
         segment=segment,
         start=start,
         body_bytes=prefix.body_bytes,
-        kind=prefix.kind,
+        kind=Kind(prefix.kind),
         place=prefix.place,
         head=head,
         head_crc32c=prefix.crc32c,

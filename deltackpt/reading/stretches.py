@@ -202,6 +202,9 @@ def _marks_down_to(
             return (tuple(reversed(found)), current) if found or save_id == current else None
         found.append(mark)
         current = mark.parent
+        if current.step >= mark.save_id.step:
+            # It is the save of the same step: its id may be that of a mark, too.
+            break
     return tuple(reversed(found)), current
 
 

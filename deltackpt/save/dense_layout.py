@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this process writes of dense leaves, in the layout of Orbax's PyTree handler.
 
-Nothing uses it yet: dense leaves still go through Orbax (``handlers.dense``). The layout is that of
-Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a shard cut its first axis
-that R divides into R chunks. The plan touches no disk and fetches no values; leaves that it does
-not cover are named by ``covered`` with the reason, and the whole item then goes through Orbax's own
-handler, on all processes alike, since the answer depends on nothing that differs between processes.
+The layout is that of Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a
+shard cut its first axis that R divides into R chunks. The plan touches no disk and fetches no
+values; leaves that it does not cover are named by ``covered`` with the reason, and the whole item
+then goes through Orbax's own handler, on all processes alike, since the answer depends on nothing
+that differs between processes.
+
+All but the values follows from structure, shapes and shardings, and is kept: a log asks at each
+step.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +110,7 @@ def covered(leaf: Any) -> str | None:
 
 
 def plan(tree: Any, process: int = 0) -> Plan:
-    """Plans what a process writes of a tree.
+    """Plans what a process writes of a tree; trees of one structure and shardings share the work.
 
     Args:
       tree: nested containers of leaves that are all ``covered``.
@@ -116,12 +119,84 @@ def plan(tree: Any, process: int = 0) -> Plan:
     Raises:
       UnsupportedLeaf: a leaf is not covered, or two leaves would have one name.
     """
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_leaf)
+    key = (process, structure, tuple(map(_kind, leaves)))
+    found = _outlines.get(key)
+    if found is None:
+        found = _outline(tree, process)
+        while len(_outlines) >= _REMEMBERED:
+            _outlines.pop(next(iter(_outlines)), None)
+        _outlines[key] = found
+    return found.plan_of(leaves)
+
+
+#: States of so many structures are planned once each.
+_REMEMBERED = 16
+_outlines: dict[Any, _Outline] = {}
+
+
+class _Part(NamedTuple):
+    """A chunk of a leaf that this process writes: a window of a shard, or of all of it."""
+
+    key: str
+    leaf: int
+    shard: int | None
+    window: tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outline:
+    """A plan but for the values: all that follows from the structure, shapes and shardings."""
+
+    process: int
+    names: tuple[str, ...]
+    described: dict[str, bytes]
+    parts: tuple[_Part, ...]
+    keys: frozenset[int]
+    files: dict[str, str]
+    strings: tuple[tuple[str, int], ...]
+
+    def plan_of(self, leaves: Sequence[Any]) -> Plan:
+        """The plan for the leaves of one tree."""
+        shards: dict[int, Any] = {}
+        chunks = []
+        for key, number, shard, window in self.parts:
+            source = leaves[number]
+            if number in self.keys:
+                source = jax.random.key_data(source)
+            if shard is not None:
+                if number not in shards:
+                    shards[number] = source.addressable_shards
+                source = shards[number][shard].data
+            elif not isinstance(source, jax.Array):
+                source = np.asarray(source)
+            chunks.append(Chunk(key, source, window))
+        files = self.files
+        if self.strings:
+            texts = {name: leaves[number] for name, number in self.strings}
+            files = {**files, "_strings.json": json.dumps(texts, separators=(",", ":"))}
+        return Plan(self.process, self.names, self.described, tuple(chunks), files)
+
+
+def _kind(leaf: Any) -> Any:
+    """What the outline depends on of a leaf."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return type(leaf), leaf.shape, leaf.dtype
+    # An integer is stored by as many bits as it needs.
+    return type(leaf), np.asarray(leaf).dtype if isinstance(leaf, int) else None
+
+
+def _outline(tree: Any, process: int) -> _Outline:
     paths: dict[str, tuple[Any, ...]] = {}
     described: dict[str, bytes] = {}
-    chunks: list[Chunk] = []
-    tree_metadata, shardings, strings, extents = {}, {}, {}, []
+    parts: list[_Part] = []
+    keys_of_random: set[int] = set()
+    tree_metadata, shardings, strings, extents = {}, {}, [], []
     names: list[str] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]
+    for number, (path, leaf) in enumerate(flat):
         keys = _keys(path)
         name = ".".join(key for key, _ in keys)
         where = jax.tree_util.keystr(path)
@@ -140,25 +215,27 @@ def plan(tree: Any, process: int = 0) -> Plan:
         if type(leaf) in _EMPTY:
             value["skip_deserialize"] = True
         elif isinstance(leaf, str):
-            strings[name] = leaf
+            strings.append((name, number))
         elif isinstance(leaf, jax.Array):
             names.append(name)
             implementation = None
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 implementation = {"random_key_impl": str(jax.random.key_impl(leaf))}
                 leaf = jax.random.key_data(leaf)
+                keys_of_random.add(number)
             extent, axis = chunk_shape(leaf)
             value["write_shape"] = list(extent)
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(leaf, extent)
             shardings[base64.urlsafe_b64encode(name.encode()).decode()] = _sharding(leaf.sharding)
             extents.append((name, extent, implementation))
-            chunks.extend(_chunks(name, leaf, extent, axis))
+            parts.extend(_parts(name, number, leaf, extent, axis))
         else:
             names.append(name)
             array = np.asarray(leaf)
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
-                chunks.append(Chunk(ocdbt.chunk_key(name, (0,) * array.ndim), array, ()))
+                key = ocdbt.chunk_key(name, (0,) * array.ndim)
+                parts.append(_Part(key, number, None, ()))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
@@ -175,9 +252,15 @@ def plan(tree: Any, process: int = 0) -> Plan:
         files["_METADATA"] = _metadata(tree_metadata)
         if shardings:
             files["_sharding"] = json.dumps(shardings, separators=(",", ":"))
-        if strings:
-            files["_strings.json"] = json.dumps(strings, separators=(",", ":"))
-    return Plan(process, tuple(names), described if process == 0 else {}, tuple(chunks), files)
+    return _Outline(
+        process=process,
+        names=tuple(names),
+        described=described if process == 0 else {},
+        parts=tuple(parts),
+        keys=frozenset(keys_of_random),
+        files=files,
+        strings=tuple(strings) if process == 0 else (),
+    )
 
 
 def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
@@ -195,10 +278,15 @@ def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
     return shard, None
 
 
-def _chunks(
-    name: str, array: jax.Array, extent: tuple[int, ...], axis: int | None
-) -> Iterator[Chunk]:
-    for shard in array.addressable_shards:
+def _parts(
+    name: str, number: int, array: jax.Array, extent: tuple[int, ...], axis: int | None
+) -> Iterator[_Part]:
+    if len(array.sharding.device_set) == 1:
+        if array.is_fully_addressable:
+            index = (0,) * array.ndim
+            yield _Part(ocdbt.chunk_key(name, index), number, None, (slice(None),) * array.ndim)
+        return
+    for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
             continue
         starts = [part.start or 0 for part in shard.index]
@@ -208,7 +296,7 @@ def _chunks(
             starts[axis] += offset
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
-        yield Chunk(ocdbt.chunk_key(name, index), shard.data, tuple(window))
+        yield _Part(ocdbt.chunk_key(name, index), number, place, tuple(window))
 
 
 def _covered_array(array: jax.Array) -> str | None:
