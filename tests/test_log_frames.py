@@ -765,7 +765,7 @@ def test_rows_beside_codes_stand_at_rows_of_the_frame(position, tmp_path):
         start += entry.nbytes + -entry.nbytes % 8
     change(Path(frame.segment), frame.place.seq, keep, bytes(body))
     _, targets = empty_buffers(history.eras[-1].head.layout)
-    way = Logs(logs.at).read().way(point, way_base(history))
+    way = Logs(logs.places).read().way(point, way_base(history))
     assert way is not None
     with pytest.raises(DamagedLog, match="ascending places") as refused:
         replay.replay(way, targets, way.era.head.layout)

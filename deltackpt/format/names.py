@@ -84,6 +84,7 @@ _STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
 _STRETCH = re.compile(r"(0|[1-9]\d{0,17})\.msgpack")
 _SEGMENT = re.compile(r"(\d{5})-(\d{20})\.seg")
+_PIECE = re.compile(r"(\d{20})-(\d{20})\.(0|[1-9]\d{0,18})")
 _COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
 
 
@@ -276,3 +277,28 @@ def segment_place(name: str) -> SegmentPlace | None:
     """Where a segment of that name begins, None where it is another object's."""
     match = _SEGMENT.fullmatch(name)
     return SegmentPlace(int(match[1]), int(match[2])) if match else None
+
+
+class PieceRange(NamedTuple):
+    """A piece of a segment at a root that is a bucket.
+
+    Attributes:
+      start: where it begins in the segment.
+      end: where the next one begins.
+      step: of the last mark in it, or the one that it is a part of.
+    """
+
+    start: int
+    end: int
+    step: int
+
+
+def piece_name(piece: PieceRange) -> str:
+    """Name of a piece of a segment, below the segment's."""
+    return f"{piece.start:020}-{piece.end:020}.{piece.step}"
+
+
+def piece_range(name: str) -> PieceRange | None:
+    """What a piece of that name holds, None where it is another object's."""
+    match = _PIECE.fullmatch(name)
+    return PieceRange(int(match[1]), int(match[2]), int(match[3])) if match else None

@@ -32,11 +32,15 @@ INLINE = 256
 PAGE = 128
 #: Saves of steps that were rolled back which stay; older ones are given up.
 MOST_ROLLED_BACK = 256
+#: Stretches of the log that stay; older ones are given up.
+MOST_LOGS = 256
 
 SAVES = "saves"
 BASES = "bases"
 PAGES = "pages"
+LOGS = "log"
 _PREFIX = re.compile(r"(saves|bases)/(0|[1-9]\d*)\.([1-9]\d*)\.([0-9a-f]{8,32})(?:/([^/]+))?")
+_LOG = re.compile(r"log/(0|[1-9]\d*)\.([1-9]\d*)\.[0-9a-f]{8,32}")
 _PAGE = re.compile(r"pages/([1-9]\d*)\.[0-9a-f]{32}\.msgpack")
 
 
@@ -69,8 +73,20 @@ def prefix_of(unit: Unit, epoch: int, token: str) -> str:
 
 def prefix_epoch(prefix: str) -> int | None:
     """The epoch in a prefix, or in the part of one before its item; None of another name."""
+    if match := _LOG.fullmatch(prefix):
+        return int(match[2])
     match = _PREFIX.fullmatch(prefix)
     return int(match[3]) if match else None
+
+
+def log_prefix(stretch: int, epoch: int) -> str:
+    """A fresh place for the log of a stretch, below the root: its head, and what is promoted.
+
+    Args:
+      stretch: its number.
+      epoch: of the claim under which it comes there.
+    """
+    return f"{LOGS}/{stretch}.{epoch}.{uuid.uuid4().hex[:12]}"
 
 
 def page_name(epoch: int) -> str:
@@ -179,6 +195,23 @@ class RolledBack:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LogRef:
+    """A stretch of the log whose head is at the root.
+
+    Attributes:
+      stretch: its number.
+      run: id of its run.
+      prefix: where its head and its pieces stand, below the root.
+      crc32c: of the bytes of its head.
+    """
+
+    stretch: int
+    run: str
+    prefix: str
+    crc32c: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PageRef:
     """A page that an entry names: its key below the root, and the CRC32C of its bytes."""
 
@@ -206,6 +239,7 @@ class Entry:
       pages: what else is.
       promoted: the greatest attempt that was ever committed, by run; the newest runs last.
       rolled_back: what training went back behind, and is still there.
+      logs: the stretches of the log, ascending by number; the newest says what of them counts.
       features: what a reader must know; none so far.
     """
 
@@ -217,6 +251,7 @@ class Entry:
     pages: tuple[PageRef, ...] = ()
     promoted: dict[str, int] = dataclasses.field(default_factory=dict)
     rolled_back: tuple[RolledBack, ...] = ()
+    logs: tuple[LogRef, ...] = ()
     features: tuple[str, ...] = ()
 
 
@@ -264,7 +299,8 @@ class State:
     def prefixes(self) -> frozenset[str]:
         """Every prefix whose files must stay."""
         every = [*self.standings.values(), *(one.standing for one in self.entry.rolled_back)]
-        return frozenset(one.prefix for one in every)
+        logs = (one.prefix for one in self.entry.logs)
+        return frozenset(one.prefix for one in every).union(logs)
 
     def held(self, save_id: SaveId) -> bool:
         """Whether a save was ever committed here, though it may have gone since."""
@@ -317,6 +353,7 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
             raise Damaged(name, "names of pages", records.shown(page.name))
     check(name, found.standings)
     check(name, (one.standing for one in found.rolled_back))
+    _check_logs(name, found.logs)
     return found
 
 
@@ -348,3 +385,14 @@ def check(name: str, standings: Iterable[Standing]) -> None:
             raise Damaged(name, f"a prefix of {one.unit.name!r}", shown)
         if one.save_id.step != one.step:
             raise Damaged(name, f"a save of step {one.step}", f"save id {one.save_id}")
+
+
+def _check_logs(name: str, logs: Iterable[LogRef]) -> None:
+    numbers = []
+    for one in logs:
+        match = _LOG.fullmatch(one.prefix)
+        if match is None or int(match[1]) != one.stretch:
+            raise Damaged(name, f"a prefix of stretch {one.stretch}", records.shown(one.prefix))
+        numbers.append(one.stretch)
+    if numbers != sorted(set(numbers)):
+        raise Damaged(name, "stretches of ascending numbers", f"numbers {numbers[-5:]}")

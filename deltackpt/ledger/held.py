@@ -13,6 +13,7 @@ from deltackpt.format import names
 from deltackpt.format.manifest import BaseRef, SaveId
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.steps import Steps
+from deltackpt.reading.log_places import LogFolder, LogPlaces
 from deltackpt.storage.store import Spot, spot
 
 
@@ -45,9 +46,14 @@ class Held(Steps, abc.ABC):
         return self.path / str(step)
 
     @property
-    def log_at(self) -> Spot:
-        """See ``Steps``: where saves are made."""
-        return spot(self.path) / names.LOG
+    def log_dir(self) -> Path:
+        """Where the log is written: where saves are made."""
+        return self.path / names.LOG
+
+    @property
+    def log_at(self) -> LogPlaces:
+        """See ``Steps``."""
+        return LogFolder(spot(self.log_dir))
 
     @abc.abstractmethod
     def check_lease(self, *, ask: bool = False) -> None:

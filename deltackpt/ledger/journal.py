@@ -43,7 +43,17 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries, lease
-from deltackpt.ledger.entries import Claim, Entry, Page, PageRef, RolledBack, Standing, State, Unit
+from deltackpt.ledger.entries import (
+    Claim,
+    Entry,
+    LogRef,
+    Page,
+    PageRef,
+    RolledBack,
+    Standing,
+    State,
+    Unit,
+)
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
 from deltackpt.storage.store import Exists, Missing, Spot
@@ -332,6 +342,55 @@ class Journal(JournalView):
         self.delete(one.prefix for one in removed)
         return removed
 
+    # ---- the log between the steps
+
+    def add_log(self, ref: LogRef) -> bool:
+        """Makes the head of a stretch count, which has been put by now.
+
+        Earlier stretches count from now on only as far as it goes on from them.
+
+        Args:
+          ref: where it stands, under a prefix of this claim.
+
+        Returns:
+          Whether it does: not where the stretch is known by another prefix, or a newer one is.
+
+        Raises:
+          FencedError, StorageError: as ``commit``.
+        """
+        given_up: list[LogRef] = []
+
+        def change(state: State) -> Mapping[str, Any] | None:
+            logs = state.entry.logs
+            if logs and logs[-1].stretch >= ref.stretch:
+                return None
+            every = (*logs, ref)
+            given_up[:] = every[: -entries.MOST_LOGS]
+            self._failed.update(one.prefix for one in given_up)
+            return {"logs": every[-entries.MOST_LOGS :]}
+
+        state = self._change_own(change, ref.prefix)
+        self.delete(one.prefix for one in given_up)
+        return ref in state.entry.logs
+
+    def retire_logs(self, stretches: Collection[int]) -> None:
+        """Makes stretches of the log count no more, then deletes what is there of them.
+
+        Raises:
+          FencedError, StorageError: as ``commit``.
+        """
+        removed: list[LogRef] = []
+
+        def change(state: State) -> Mapping[str, Any] | None:
+            logs = state.entry.logs
+            found = [one for one in logs if one.stretch in stretches]
+            removed.extend(found)
+            self._failed.update(one.prefix for one in found)
+            return {"logs": tuple(one for one in logs if one not in found)} if found else None
+
+        self._change_own(change)
+        self.delete(one.prefix for one in removed)
+
     # ---- what is in nobody's way any more
 
     def give_up(self, prefix: str) -> None:
@@ -372,12 +431,12 @@ class Journal(JournalView):
     def left_over(self, state: State) -> dict[str, list[str]]:
         """Prefixes of uploads that no entry names, nor can any more, with the keys below them."""
         found: dict[str, list[str]] = {}
-        for folder in (entries.SAVES, entries.BASES):
+        for folder in (entries.SAVES, entries.BASES, entries.LOGS):
             at = self.root / folder
             inside = f"{at.key}/"
             for key in at.store.keys(at.key):
                 parts = key.removeprefix(inside).split("/")
-                deep = 1 if folder == entries.SAVES else 2
+                deep = 2 if folder == entries.BASES else 1
                 prefix = "/".join([folder, *parts[:deep]])
                 if len(parts) > deep and self._is_over(state, prefix):
                     found.setdefault(prefix, []).append(key)

@@ -10,8 +10,10 @@ from deltackpt.format import names
 from deltackpt.ledger.committed import Committed, Copied, Journaled
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
+from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JOURNAL, JournalView
+from deltackpt.reading.log_places import LogPlaces
 from deltackpt.storage import buckets
 from deltackpt.storage.store import DEADLINE_SECS, Spot
 
@@ -25,6 +27,12 @@ class BucketSteps(Steps):
             Spot(Committed(Journaled(journal)), ""), item, given=journal.root.store.url
         )
         self.journal = journal
+
+    @property
+    def log_at(self) -> LogPlaces:
+        """See ``Steps``; the journal is asked anew."""
+        state = self.journal.state()
+        return JournaledLogs(self.journal.root, lambda: state)
 
     def known_newest_step(self) -> int | None:
         """See ``Steps``."""

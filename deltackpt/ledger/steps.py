@@ -17,6 +17,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
+from deltackpt.reading.log_places import LogFolder, LogPlaces
 from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import FileStore, Spot, Stamp
 
@@ -50,9 +51,9 @@ class Steps:
         return str(self.spot)
 
     @property
-    def log_at(self) -> Spot:
-        """Where the log between the steps is."""
-        return self.spot / names.LOG
+    def log_at(self) -> LogPlaces:
+        """Where the log between the steps is read."""
+        return LogFolder(self.spot / names.LOG)
 
     def at(self, step: int) -> Spot:
         """Where a step stands, if it is committed."""

@@ -32,7 +32,7 @@ from deltackpt.log import taking, trimming
 from deltackpt.log.batch import Item, items_of
 from deltackpt.log.logged_rows import LoggedRows
 from deltackpt.log.needs import Needs
-from deltackpt.log.stretch import Stretch, write_head
+from deltackpt.log.stretch import Stretch, head_of, write_head
 from deltackpt.log.taking import Rows
 from deltackpt.log.writer import Failure, LogWriter
 from deltackpt.options import LogOptions
@@ -431,6 +431,8 @@ class Recorder:
     def _open(self, split: Split) -> None:
         """Begins a stretch: all processes do, at the same call."""
         run, logs = self._run, self._options is not None
+        # As before a save: a stage without what is logged is none to go on from.
+        run.held.begin(run.lineage.goes_on, run.lineage.run)
         known, continues = run.lineage.newest_known, run.lineage.continues
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
@@ -447,6 +449,7 @@ class Recorder:
                 base=None if known is None else known.info.save_id,
                 continues=continues,
                 directory=None if self._options is None else self._options.backend.directory,
+                log_dir=run.held.log_dir,
             )
 
         number = run.among.of_first("beginning the log", write, fatal=True)
@@ -456,7 +459,7 @@ class Recorder:
             self._stretch = None
         if number is not None and logs:
             with run.among.together("looking for the log", fatal=True):
-                stretch = Stretch.open(run, self._logs.head(number), self._logs)
+                stretch = Stretch.open(run, head_of(run, self._logs, number))
             while self._owed:
                 stretch.writer.owe(self._owed.pop())
             self._stretch, self._ended = stretch, None
@@ -517,6 +520,7 @@ class Recorder:
                 base=self._committed[-1] if self._committed else None,
                 continues=None,
                 directory=None,
+                log_dir=self._run.held.log_dir,
             )
         self._stretch, self._chain = None, None
         if self._run.among.count > 1:
@@ -552,7 +556,7 @@ class Recorder:
         if len(self._committed) < 2 or self._stretch is None or busy:
             return
         head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
-        at = self._run.held.log_at
+        at = self._run.held.log_dir
         self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
 
 

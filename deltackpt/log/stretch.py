@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from pathlib import Path
 
 import numpy as np
 
+from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.stretches import Continues, StretchHead
@@ -16,8 +18,9 @@ from deltackpt.handlers.run import Run
 from deltackpt.log.progress import Progress
 from deltackpt.log.segments import SegmentWriter
 from deltackpt.log.writer import Durable, LogWriter
-from deltackpt.reading.stretches import LogPoint, Logs
-from deltackpt.storage.store import Exists
+from deltackpt.reading.log_places import LogFolder
+from deltackpt.reading.stretches import LogPoint, Logs, apart_folder
+from deltackpt.storage.store import Exists, spot
 
 #: Durable marks that other processes may not have yet.
 _KEPT = 4096
@@ -59,9 +62,12 @@ class Stretch:
         )
 
     @classmethod
-    def open(cls, run: Run, head: StretchHead, logs: Logs) -> Stretch:
+    def open(cls, run: Run, head: StretchHead) -> Stretch:
         """A stretch whose head stands."""
-        return cls(run, head, Path(logs.segments_of(head)))
+        folder = LogFolder(spot(run.held.log_dir))
+        if head.directory is not None:
+            folder = apart_folder(head.directory, head.run)
+        return cls(run, head, Path(folder.segments(head.stretch)))
 
     def newest_point(self, *, fresh: bool) -> LogPoint | None:
         """The newest full point that every process has, as far as is known.
@@ -103,6 +109,7 @@ def write_head(
     base: SaveId | None,
     continues: Continues | None,
     directory: str | None,
+    log_dir: Path,
 ) -> int:
     """Writes the head of a new stretch; earlier ones count only as far as it goes on from them.
 
@@ -113,7 +120,9 @@ def write_head(
       process_count: how many processes log.
       base: the step that training goes on from.
       continues: the point that it was restored at.
-      directory: of the segments, where that is not beside the heads.
+      directory: of the segments, where that is not beside the heads; it has the head, too, by which
+        whoever looks there knows that the segments are of this root.
+      log_dir: of the heads.
 
     Returns:
       Its number.
@@ -135,9 +144,42 @@ def write_head(
             dense=() if layout is None else layout.dense,
             tracking_paths=() if layout is None else layout.tracking_paths,
         )
-        place = logs.at / names.stretch_name(number)
+        folders = [spot(log_dir)]
+        if directory is not None:
+            folders.insert(0, apart_folder(directory, run).at)
         try:
-            place.store.put(place.key, stretches.to_bytes(head), absent=True)
+            for folder in folders:
+                place = folder / names.stretch_name(number)
+                place.store.put(place.key, stretches.to_bytes(head), absent=True)
         except Exists:
             continue  # Another trainer's, whom the lease tells from us.
         return number
+
+
+def head_of(run: Run, logs: Logs, number: int) -> StretchHead:
+    """The head that process 0 has written, as this process sees it.
+
+    Args:
+      run: the manager's run.
+      logs: of the root.
+      number: of the stretch.
+
+    Raises:
+      OptionError: this process does not see the directory that process 0 logs to.
+      Damaged: it is missing, or altered.
+    """
+    options = run.options.log
+    assert options is not None
+    if (directory := options.backend.directory) is None:
+        return logs.head(number)
+    found: StretchHead | None = None
+    with contextlib.suppress(Damaged):
+        name, data = apart_folder(directory, run.lineage.run).head(number)
+        found = stretches.from_bytes(data, name=name)
+    if found is None:
+        raise OptionError(
+            f"LogOptions.backend: expected a directory that all {run.among.count} processes see, "
+            f"found that process {run.among.index} does not find in {directory} what process 0 has "
+            "written there; give one that is shared between the nodes"
+        )
+    return found

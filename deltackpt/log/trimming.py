@@ -6,20 +6,24 @@ Those above the step before the newest stay, so that a damaged step costs nothin
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
+from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.stretches import Logs
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import spot
 from deltackpt.upkeep import stretches
 
 
-def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
+def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
     """Removes files of marks that are not above a step.
 
     Each process removes its own of the stretch that is written, process 0 all of earlier stretches.
+    What of them is at a root that is a bucket is removed by the promoter.
 
     Args:
-      at: the folder of the heads.
+      log_dir: the folder of the heads.
       head: of the stretch that is written.
       process: index of this process.
       step: a committed step, to which restores may still go back.
@@ -27,6 +31,7 @@ def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
     Raises:
       StorageError: the store refused.
     """
+    at = LogFolder(spot(log_dir))
     logs = Logs(at)
     log = logs.log_of(head, process)
     log.advance()
@@ -38,4 +43,4 @@ def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
     if process == 0 and step.run == head.run:
         for number in logs.numbers():
             if number < head.stretch:
-                stretches.remove(logs, number)
+                stretches.remove(at, number)

@@ -24,6 +24,8 @@ from deltackpt.storage.store import Missing, Spot
 
 #: Read at once while a log is looked through: heads are small, and rows are passed over.
 _WINDOW_BYTES = 64 << 10
+#: Read at once of a body that is only checked.
+_CHECKED_BYTES = 8 << 20
 
 
 class FrameAt(NamedTuple):
@@ -71,6 +73,21 @@ class FrameAt(NamedTuple):
         frames.check_body(body, self.head_crc32c, self.body_crc32c, self.name)
         return body
 
+    def check(self) -> None:
+        """Checks its body without holding more than some of it.
+
+        Raises:
+          Damaged: as ``read``.
+        """
+        crc, window = self.head_crc32c, memoryview(bytearray(min(self.body_bytes, _CHECKED_BYTES)))
+        with self.segment.missing_is_damage(self.name):
+            for start in range(0, self.body_bytes, _CHECKED_BYTES):
+                part = window[: self.body_bytes - start]
+                self.segment.store.read_into(self.segment.key, self.start + start, [part])
+                crc = frames.extended(crc, part)
+        if crc != self.body_crc32c:
+            raise Damaged(self.name, f"crc32c {self.body_crc32c:08x}", f"crc32c {crc:08x}")
+
 
 class Mark(NamedTuple):
     """What a process has written of one call of ``log()``.
@@ -83,6 +100,7 @@ class Mark(NamedTuple):
       place: of its frame.
       frames: those of rows, dense leaves and items.
       nbytes: of all its frames.
+      end: where it ends in its segment.
     """
 
     save_id: SaveId
@@ -92,6 +110,7 @@ class Mark(NamedTuple):
     place: Place
     frames: tuple[FrameAt, ...]
     nbytes: int
+    end: int
 
 
 class Break(NamedTuple):
@@ -273,6 +292,7 @@ def _mark(frame: FrameAt, held: Sequence[FrameAt]) -> Mark:
         place=frame.place,
         frames=tuple(held),
         nbytes=sum(one.body_bytes for one in held),
+        end=frame.end,
     )
 
 

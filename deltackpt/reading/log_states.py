@@ -12,9 +12,9 @@ import functools
 from collections.abc import Mapping
 
 from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, StorageError
-from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
+from deltackpt.reading.log_places import LogPlaces
 from deltackpt.reading.stretches import Era, History, LogPoint, Logs
 from deltackpt.storage.store import Spot
 
@@ -66,7 +66,7 @@ class LogState:
       problem: why the newest head cannot be read.
     """
 
-    at: Spot
+    at: LogPlaces
     history: History | None
     stretches: tuple[StretchState, ...]
     problem: DeltackptError | None = None
@@ -98,11 +98,11 @@ class LogState:
         return found
 
 
-def log_state(at: Spot) -> LogState:
-    """All stretches below a folder of heads.
+def log_state(at: LogPlaces) -> LogState:
+    """All stretches of a root.
 
     Args:
-      at: the folder.
+      at: where they are.
 
     Raises:
       StorageError: it cannot be read.
@@ -115,11 +115,9 @@ def log_state(at: Spot) -> LogState:
     except (Damaged, FormatTooNew) as error:
         problem = error
     eras = {} if history is None else {era.head.stretch: era for era in history.eras}
-    folders = [name for name in at.folders() if names.step_number(name) is not None]
-    headless = {int(name) for name in folders if (at / name).keys()}
     stretches = [
         _state(logs, number, eras, history is not None)
-        for number in sorted({*numbers, *headless}, reverse=True)
+        for number in sorted({*numbers, *at.logged()}, reverse=True)
     ]
     # A log is made after its head: what has none is of a stretch that was removed.
     known = [one for one in stretches if one.number <= max(numbers, default=-1)]
@@ -128,7 +126,7 @@ def log_state(at: Spot) -> LogState:
 
 def _state(logs: Logs, number: int, eras: Mapping[int, Era], known: bool) -> StretchState:
     live = number in eras if known else None
-    beside = logs.at / str(number)
+    beside = logs.places.segments(number)
     try:
         head = logs.head(number)
         folder = logs.segments_of(head)

@@ -11,16 +11,18 @@ the parent of the oldest is not above it. They may begin before it: rows carry v
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged
-from deltackpt.format import names, stretches
+from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.format import stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading import bounds
 from deltackpt.reading.log_files import Mark, ProcessLog
+from deltackpt.reading.log_places import LogFolder, LogPlaces
 from deltackpt.storage.store import Missing, Spot, spot
 
 
@@ -237,25 +239,28 @@ def _marks_down_to(
     return tuple(reversed(found)), current
 
 
+def apart_folder(directory: str, run: str) -> LogFolder:
+    """Where a run keeps its log in a directory apart from its root, beside other runs."""
+    return LogFolder(spot(directory) / run)
+
+
 class Logs:
     """The logs of a root, read as they stand; one may be read again and again."""
 
-    def __init__(self, at: Spot):
+    def __init__(self, at: Spot | LogPlaces):
         """Reads nothing yet.
 
         Args:
-          at: the folder of the heads.
+          at: where they are; of a folder, that of the heads.
         """
-        #: The folder of the heads.
-        self.at = at
-        #: Heads, and what changes where a new root takes the place of the one that was read.
-        self._heads: dict[int, tuple[Hashable, StretchHead]] = {}
+        self.places: LogPlaces = LogFolder(at) if isinstance(at, Spot) else at
+        #: Heads, and their bytes: a new root may take the place of the one that was read.
+        self._heads: dict[int, tuple[bytes, StretchHead]] = {}
         self._logs: dict[tuple[int, int], ProcessLog] = {}
 
     def numbers(self) -> list[int]:
         """Numbers of all stretches, newest first; those whose heads cannot be read, too."""
-        found = map(names.stretch_number, self.at.names())
-        return sorted((number for number in found if number is not None), reverse=True)
+        return sorted(self.places.numbers(), reverse=True)
 
     def head(self, stretch: int) -> StretchHead:
         """The head of a stretch; it never changes.
@@ -264,24 +269,31 @@ class Logs:
           Damaged: it is missing or altered.
           FormatTooNew: a later version of deltackpt wrote it.
         """
-        place = self.at / names.stretch_name(stretch)
-        shown = place.shown()
-        with place.missing_is_damage(shown):
-            version = place.store.version(place.key)
+        shown, data = self.places.head(stretch)
         known, found = self._heads.get(stretch, (None, None))
-        if found is None or known != version:
-            found = stretches.from_bytes(place.read(shown), name=shown)
+        if found is None or known != data:
+            found = stretches.from_bytes(data, name=shown)
             if found.stretch != stretch:
                 raise Damaged(shown, f"stretch {stretch}", f"stretch {found.stretch}")
             bounds.check_tables(found, shown)
             self._forget(stretch)
-            self._heads[stretch] = version, found
+            self._heads[stretch] = data, found
         return found
 
     def segments_of(self, head: StretchHead) -> Spot:
-        """The folder of a stretch's logs; another directory may be that of several roots."""
-        at = self.at if head.directory is None else spot(head.directory) / head.run
-        return at / str(head.stretch)
+        """The folder of a stretch's logs.
+
+        Another directory, which may be that of several roots, counts where it has the head, too: a
+        node that does not see it may find another one of its name, and the logs where else they
+        are.
+        """
+        if head.directory is not None:
+            apart = apart_folder(head.directory, head.run)
+            with contextlib.suppress(Damaged, FormatTooNew):
+                name, data = apart.head(head.stretch)
+                if stretches.from_bytes(data, name=name) == head:
+                    return apart.segments(head.stretch)
+        return self.places.segments(head.stretch)
 
     def read(self) -> History:
         """What counts of the logs now.

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltackpt import events
-from deltackpt.errors import OptionError
+from deltackpt.errors import Damaged, OptionError
+from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import MOST_CLAIMS, Claim, State
@@ -22,8 +23,11 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
+from deltackpt.reading.stretches import Logs
 from deltackpt.storage import buckets, files
+from deltackpt.storage.store import spot
 from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.log_promotion import LogPromotion
 from deltackpt.tiers.near import FindNeighbours, Near
 from deltackpt.tiers.neighbours import Keepers
 from deltackpt.tiers.recall import Recalled
@@ -114,6 +118,9 @@ def open_root(
         claim = journal.claim()
         files.remove_tree(stage.fetched)
         old = _brought_up(stage, local, old, journal.known)
+        if count > 1:
+            # The other processes do not see this stage: they find by the root what was logged.
+            LogPromotion(stage).bring_heads(journal)
         return _held(
             StagedRoot,
             opened,
@@ -422,6 +429,33 @@ def _move_aside(stage: Stage, local: Root, old: Orders, state: State, expected: 
             f"{stage.path}: expected {expected}: steps {sorted(stale)}, which are not at "
             f"{old.url}, were moved to {aside}"
         )
+    if moved := _move_logs_aside(local.path / names.LOG, state, aside / names.LOG):
+        events.warn(
+            f"{stage.path}: expected {expected}: the log of stretches {moved}, of which {old.url} "
+            f"knows nothing, was moved to {aside / names.LOG}"
+        )
+
+
+def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
+    """Moves the stretches of a log aside whose heads are not at the root; their numbers.
+
+    What those that are hold beyond what was gone on from elsewhere, the newest head says.
+    """
+    at_root = {(one.stretch, one.run) for one in state.entry.logs}
+    logs, moved = Logs(spot(log)), list[int]()
+    for number in logs.numbers():
+        try:
+            is_at_root = (number, logs.head(number).run) in at_root
+        except Damaged:
+            is_at_root = False
+        if not is_at_root:
+            files.make_folder(aside)
+            # The head first: without it the rest is nobody's.
+            for name in (names.stretch_name(number), str(number)):
+                if (log / name).exists():
+                    files.rename(log / name, aside / name, fsync=False)
+            moved.append(number)
+    return sorted(moved)
 
 
 def _went_on_elsewhere(old: Orders, state: State) -> bool:

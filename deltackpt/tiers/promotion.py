@@ -39,6 +39,7 @@ from deltackpt.resources.pace import Pace
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Spot, Stamp, Unanswered, spot
 from deltackpt.tiers import meeting, stagger
+from deltackpt.tiers.log_promotion import LogPromotion
 from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.stage import MOST_RECENT, Orders, Progress, Promoted, Stage, key_of
 
@@ -117,6 +118,9 @@ class Promoter:
         self._turn_secs: float | None = None
         #: What was sent of a save that is not whole at the root yet.
         self._upload: _Upload | None = None
+        self._log = LogPromotion(stage)
+        #: Whether no trainer adds to the log.
+        self._is_over = False
         #: Whether something at the root may be in nobody's way any more.
         self._is_littered = True
 
@@ -136,6 +140,7 @@ class Promoter:
         while True:
             try:
                 self._is_hurried = trainer.is_gone or trainer.is_waiting
+                self._is_over = trainer.is_gone
                 has_more = self.step()
                 failures = 0
                 if has_more:
@@ -206,6 +211,9 @@ class Promoter:
         self._carry_out(orders, journal)
         self._retire(orders, journal)
         self._tell_state(journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid())
+        # Before the saves: those that were found were made after the heads of their runs.
+        self._log.bring_heads(journal)
+        self._log.trim(journal)
         for step, info in found:
             if info is None:
                 self._tell_unreadable(step, journal)
@@ -215,7 +223,7 @@ class Promoter:
                     return True
                 if self._promote_part(step, info, orders, journal, found):
                     return True
-        return False
+        return self._log.step(journal, self._pace, every=self._is_over)
 
     def _look_at_damaged(self) -> None:
         """Forgets what was damaged where another copy of it has come to the stage."""
@@ -236,7 +244,9 @@ class Promoter:
         """Whether nothing is left to do, and nothing was ordered since that was looked at."""
         if self._orders is None:
             return self._stage.orders() is None
-        return not self._changed() and not self.waiting()
+        if self._changed() or self.waiting():
+            return False
+        return self._journal is None or not self._log.nbytes(self._journal)
 
     def waiting(self) -> list[int]:
         """The steps of the saves in the stage that may come to the root and have not."""
@@ -304,6 +314,7 @@ class Promoter:
             meeting.sweep(journal.root, orders.epoch)
         self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
         self._upload, self._is_littered = None, True
+        self._log = LogPromotion(self._stage)
         return journal
 
     def _carry_out(self, orders: Orders, journal: Journal) -> None:

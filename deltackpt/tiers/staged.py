@@ -33,14 +33,16 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, SaveId
 from deltackpt.ledger.committed import Catalog, Committed
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import Standing, Unit
+from deltackpt.ledger.entries import Standing, State, Unit
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.lease import Lease
+from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import Tiers
 from deltackpt.reading import inventory
+from deltackpt.reading.log_places import LogLayers, LogPlaces
 from deltackpt.storage import files
 from deltackpt.storage.store import FileStore, Missing, Spot
 from deltackpt.tiers import eviction
@@ -120,7 +122,7 @@ class StagedRoot(Held):
         self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._tended.set_result(None)
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
-        if self._lag.behind() and not orders.apart:
+        if not orders.apart and (self._lag.behind() or self.log_dir.exists()):
             self._start()
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
@@ -198,6 +200,16 @@ class StagedRoot(Held):
     def _catalog(self) -> Catalog:
         """What is at the root, for readers."""
         return Seen(self._journal, lambda: self._hidden)
+
+    @property
+    def log_at(self) -> LogPlaces:
+        """See ``Steps``; of several stages none has all of a log, and the root names it."""
+        at_root = JournaledLogs(self._journal.root, self._log_state)
+        return at_root if self.apart else LogLayers([super().log_at, at_root])
+
+    def _log_state(self) -> State:
+        """What the root has of the log, as far as is known."""
+        return self._journal.known
 
     # ---- what is committed
 
@@ -317,6 +329,7 @@ class StagedRoot(Held):
                 self._order(began=True, goes_on=goes_on)
             if orders.line(run) is None:
                 self._order(lines=self._lines(goes_on, run))
+                self._start()
 
     def _lines(self, goes_on: SaveId | None, run: str) -> tuple[Line, ...]:
         """The lines of the runs in the stage, and that of a run that begins."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from deltackpt.errors import StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import Catalog, Journaled
+from deltackpt.ledger.entries import State
 from deltackpt.tiers.staged import StagedRoot
 
 
@@ -22,6 +23,12 @@ class StagedBeside(StagedRoot):
 
     def _catalog(self) -> Catalog:
         return Journaled(self._journal)
+
+    def _log_state(self) -> State:
+        """What the root has of the log: no less than the first process has seen."""
+        with contextlib.suppress(StorageError):
+            return self._journal.state()
+        return self._journal.known
 
     def stands(self, save_id: SaveId) -> bool:
         """See ``Held``; every process finds the same."""

@@ -39,8 +39,8 @@ from deltackpt.ledger.leftovers import is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
+from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.log_states import log_state
-from deltackpt.reading.stretches import Logs
 from deltackpt.storage import buckets, digests, files
 from deltackpt.storage.store import Spot, Stamp
 from deltackpt.upkeep import compact, stretches
@@ -238,7 +238,7 @@ def collect(
         for number, removable in enumerate(found.removable):
             if removable.kind == "stretch":
                 opened.check_lease()
-                stretches.remove(Logs(opened.log_at), int(Path(removable.name).name))
+                stretches.remove(LogFolder(opened.spot / names.LOG), int(Path(removable.name).name))
             else:
                 _move_to_trash(opened, removable, number)
         opened.empty_trash()

@@ -7,23 +7,26 @@ import contextlib
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import names
+from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.stretches import Logs
 
 
-def remove(logs: Logs, number: int) -> None:
+def remove(at: LogFolder, number: int) -> None:
     """Removes a stretch: its logs first, since no head would name them otherwise.
 
     Args:
-      logs: of the root.
+      at: the folder of the heads.
       number: of the stretch; what a head that cannot be read says of another directory stays.
 
     Raises:
       StorageError: the store refused.
     """
-    folders = {logs.at / str(number)}
+    folders, logs = {at.segments(number)}, Logs(at)
     with contextlib.suppress(RestoreError):  # Nobody can say where else it was.
         folders.add(logs.segments_of(logs.head(number)))
     for folder in folders:
         folder.store.delete([(folder / key).key for key in folder.keys()])
-    place = logs.at / names.stretch_name(number)
-    place.store.delete([place.key])
+    # Another directory that has its logs has its head, too.
+    for folder in folders:
+        place = folder.parent / names.stretch_name(number)
+        place.store.delete([place.key])

@@ -19,20 +19,21 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading import replay
 from deltackpt.reading.log_files import Break, FrameAt, Mark
+from deltackpt.reading.log_places import LogPlaces
 from deltackpt.reading.log_states import LogState, StretchState, log_state
 from deltackpt.reading.meter import Meter
 from deltackpt.reading.stretches import Covering, Era, Leg, LogPoint, Way, coverings
 from deltackpt.reading.targets import Targets
 from deltackpt.storage import ocdbt
-from deltackpt.storage.store import Missing, Spot
+from deltackpt.storage.store import Missing
 from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem
 
 
-def verify_log(at: Spot, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
+def verify_log(at: LogPlaces, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
     """Re-reads and checks what counts of the log of a root.
 
     Args:
-      at: the folder of the heads.
+      at: where they are.
       steps: the steps that can be restored.
       meter: counts what is read.
 

@@ -10,9 +10,10 @@ from deltackpt import units
 from deltackpt.errors import DeltackptError
 from deltackpt.format.frames import DenseHead
 from deltackpt.format.manifest import SaveId
+from deltackpt.reading.log_places import LogPlaces
 from deltackpt.reading.log_states import LogState, log_state
 from deltackpt.reading.stretches import Era, Way, newest_way
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import spot
 from deltackpt.upkeep.doctor.findings import Finding, ago_text
 
 #: A process that is so far behind the others holds points back for that long.
@@ -21,11 +22,11 @@ _BEHIND_SECS = 60.0
 _LEAST_BASE_BYTES = 16 << 20
 
 
-def log_findings(at: Spot, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
+def log_findings(at: LogPlaces, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
     """Stretches, points, and what is wrong with them; nothing where there never was a log.
 
     Args:
-      at: the folder of the heads.
+      at: where they are.
       steps: committed steps, by number.
     """
     try:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where logs are: directories of their own, and roots that name them in a journal."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt import LocalLog, LogOptions, ManagerOptions, touched
+from deltackpt.errors import Damaged, FencedError, OptionError
+from deltackpt.format import names, stretches
+from deltackpt.format.names import PieceRange
+from deltackpt.ledger import entries
+from deltackpt.ledger.entries import LogRef
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.promoted_log import JournaledLogs, Pieces, PromotedLog
+from deltackpt.log.stretch import head_of
+from deltackpt.reading.stretches import Logs
+from deltackpt.storage.store import spot
+
+HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
+
+
+class Training:
+    """A state that is a function of what was done to it, in a directory of its own."""
+
+    def __init__(self, root: Path, directory: Path | None = None):
+        self.root = root
+        where = None if directory is None else str(directory)
+        self.options = ManagerOptions(log=LogOptions(backend=LocalLog(directory=where)))
+        tables = {"words": jnp.zeros((100, 4))}
+        self.state: dict[str, Any] = {"tables": tables, "touched": touched.init(tables)}
+
+    def manager(self) -> deltackpt.CheckpointManager:
+        return deltackpt.CheckpointManager(self.root, handlers=HANDLERS, options=self.options)
+
+    def train(self, step: int) -> Any:
+        rows = jnp.arange(step, step + 3)
+        words = self.state["tables"]["words"].at[rows].add(1.0 + step)
+        marked = touched.mark(self.state["touched"], {"words": rows})
+        self.state = {"tables": {"words": words}, "touched": marked}
+        return self.state
+
+    def restore(self, manager: deltackpt.CheckpointManager):
+        found = manager.restore_latest(jax.eval_shape(lambda: self.state))
+        assert found is not None
+        self.state = found.state
+        return found
+
+
+def test_roots_that_log_to_one_directory_do_not_meet(tmp_path):
+    first, second = (Training(tmp_path / name, tmp_path / "logs") for name in ("a", "b"))
+    with first.manager() as one, second.manager() as other:
+        one.save(0, first.train(0))
+        other.save(0, second.train(5))
+        for step in (1, 2, 3):
+            one.log(step, first.train(step))
+            other.log(step, second.train(step + 5))
+    for training in (first, second):
+        expected = np.asarray(training.state["tables"]["words"])
+        with training.manager() as manager:
+            assert training.restore(manager).step == 3
+            assert np.array_equal(training.state["tables"]["words"], expected)
+    assert not [*(tmp_path / "a" / names.LOG).glob("*/*")]
+
+
+def test_a_directory_of_the_same_name_on_another_machine_is_not_the_log(tmp_path):
+    one = Training(tmp_path / "root", tmp_path / "logs")
+    with one.manager() as manager:
+        manager.save(0, one.train(0))
+        manager.log(1, one.train(1))
+    head = tmp_path / "logs" / "0.msgpack"
+    found = stretches.from_bytes(head.read_bytes(), name="head")
+    head.write_bytes(stretches.to_bytes(dataclasses.replace(found, run="another")))
+    with one.manager() as manager:
+        assert one.restore(manager).step == 0
+
+
+def test_a_log_directory_that_a_process_does_not_see_is_refused(tmp_path):
+    one = Training(tmp_path / "root", tmp_path / "logs")
+    with one.manager() as manager:
+        manager.save(0, one.train(0))
+        run = manager._run
+        logs = Logs(run.held.log_at)
+        assert head_of(run, logs, 0) == logs.head(0)
+        head = tmp_path / "logs" / "0.msgpack"
+        data = head.read_bytes()
+        other = dataclasses.replace(logs.head(0), run="another")
+        for there in (None, stretches.to_bytes(other)):
+            head.unlink() if there is None else head.write_bytes(there)
+            with pytest.raises(OptionError, match="a directory that all 1 processes see"):
+                head_of(run, logs, 0)
+        head.write_bytes(data)
+
+
+# ---- what a journal says of logs
+
+
+def ref(journal: Journal, stretch: int, run: str = "a") -> LogRef:
+    prefix = entries.log_prefix(stretch, journal.claimed.lease.epoch)
+    return LogRef(stretch=stretch, run=run, prefix=prefix, crc32c=0)
+
+
+def test_heads_count_under_the_claim_alone_and_in_order(tmp_path):
+    first, second = Journal(spot(tmp_path)), Journal(spot(tmp_path))
+    first.claim()
+    assert first.add_log(ref(first, 0))
+    assert first.add_log(ref(first, 3))
+    for stretch in (2, 3):
+        assert not first.add_log(ref(first, stretch, "b"))
+    second.claim()
+    with pytest.raises(FencedError):
+        first.add_log(ref(first, 4))
+    assert second.add_log(ref(second, 4))
+    second.retire_logs([0, 3])
+    assert [one.stretch for one in second.state().entry.logs] == [4]
+
+
+def test_what_no_entry_names_of_a_log_is_swept_once_its_claim_is_over(tmp_path):
+    journal = Journal(spot(tmp_path))
+    journal.claim()
+    kept, cut = ref(journal, 0), ref(journal, 1)
+    assert journal.add_log(kept)
+    for one in (kept, cut):
+        at = journal.root / one.prefix / "0" / "x.seg" / names.piece_name(PieceRange(0, 3, 1))
+        at.store.put(at.key, b"abc")
+    assert journal.sweep() == 0
+    later = Journal(spot(tmp_path))
+    later.claim()
+    assert later.sweep() == 1
+    assert later.root.store.keys(f"{later.root.key}/log") == [
+        f"{later.root.key}/{kept.prefix}/0/x.seg/{names.piece_name(PieceRange(0, 3, 1))}"
+    ]
+
+
+def test_an_entry_without_logs_is_one_of_a_root_that_has_none(tmp_path):
+    journal = Journal(spot(tmp_path))
+    journal.claim()
+    entry = journal.known.entry
+    data = entries.to_bytes(entry)
+    assert entries.entry_from(data, name="entry", number=1).logs == ()
+    assert JournaledLogs(journal.root, lambda: journal.known).numbers() == []
+
+
+@pytest.mark.parametrize(
+    "prefix", ["log/1.1.abcdef12", "log/0.1.abcdef12/..", "saves/0.1.abcdef12"]
+)
+def test_a_log_leads_to_no_other_place(tmp_path, prefix):
+    journal = Journal(spot(tmp_path))
+    journal.claim()
+    logs = (LogRef(stretch=0, run="a", prefix=prefix, crc32c=0),)
+    data = entries.to_bytes(dataclasses.replace(journal.known.entry, logs=logs))
+    with pytest.raises(Damaged, match="a prefix of stretch 0"):
+        entries.entry_from(data, name="entry", number=None)
+
+
+def test_pieces_that_overlap_are_read_once_and_end_before_a_hole(tmp_path):
+    data = bytes(range(100))
+    ranges = [(0, 10), (0, 30), (20, 40), (40, 50), (60, 100)]
+    for start, end in ranges:
+        at = spot(tmp_path) / "0" / "x.seg" / names.piece_name(PieceRange(start, end, 7))
+        at.store.put(at.key, data[start:end])
+    log = PromotedLog(spot(tmp_path))
+    assert log.keys("") == ["0/x.seg"]
+    assert log.folders("") == ["0"]
+    assert log.get("0/x.seg") == data[:50]
+    parts = [bytearray(7), bytearray(21)]
+    log.read_into("0/x.seg", 15, [memoryview(part) for part in parts])
+    assert b"".join(parts) == data[15:43]
+    log.read_into("0/x.seg", -2, [memoryview(parts[0])[:2]])
+    assert parts[0][:2] == data[48:50]
+    with pytest.raises(Damaged):
+        log.read_into("0/x.seg", 45, [memoryview(parts[0])])
+
+
+def test_a_piece_that_does_not_begin_a_segment_is_none_of_it():
+    assert Pieces.of([PieceRange(5, 9, 1)]).length == 0
+    assert names.piece_range(names.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
+    assert names.piece_range("5-9.1") is None

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log between steps against buckets: what a lost node had logged is gone on from elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import servers
+from test_tiers import (
+    Node,
+    breakable,
+    eventually,
+    nodes,
+    s3,
+    same,
+    server,
+)
+from test_tiers_trust import alone, promote
+
+import deltackpt
+from deltackpt import LogOptions
+from deltackpt.errors import FencedError
+from deltackpt.format import names
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.promoted_log import pieces_at
+from deltackpt.reading.stretches import LogPoint, Logs
+from deltackpt.storage import buckets
+from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.store import Spot, spot
+from deltackpt.tiers import log_promotion
+from deltackpt.tiers.promotion import Promoter
+
+__all__ = ["alone", "breakable", "s3", "server"]
+
+
+class Logging(Node):
+    """A node whose training logs."""
+
+    def manager(self, **options: Any) -> deltackpt.CheckpointManager:
+        return super().manager(**{"log": LogOptions(), **options})
+
+    def log(self, manager: deltackpt.CheckpointManager, *steps: int) -> None:
+        for step in steps:
+            self.train(step)
+            found = manager.log(step, self.state, touched=self.touched)
+            assert found.kind == "full", found
+        manager.wait_logged()
+
+    def place(self) -> Spot:
+        return buckets.place(self.url, endpoint=self.endpoint).open()
+
+    def journal(self) -> Journal:
+        found = Journal(self.place())
+        found.state()
+        return found
+
+    def points(self) -> list[LogPoint]:
+        """What a reader of the root finds."""
+        return Logs(open_steps(self.url, endpoint=self.endpoint).log_at).read().points()
+
+    def newest(self) -> int:
+        return max((point.step for point in self.points()), default=-1)
+
+    @property
+    def logged(self) -> Path:
+        return self.stage.steps / names.LOG
+
+
+def made(server: servers.Server, tmp_path: Path) -> Iterator[Logging]:
+    for one in nodes(server, tmp_path):
+        yield Logging(one.url, one.endpoint, one.stage.path)
+
+
+@pytest.fixture
+def node(s3, tmp_path):
+    found = made(s3, tmp_path)
+    return lambda: next(found)
+
+
+# ---- a lost node
+
+
+def test_an_empty_node_goes_on_from_the_newest_mark(server, tmp_path):
+    found = made(server, tmp_path)
+    first, second, third = next(found), next(found), next(found)
+    with first.manager() as manager:
+        first.save(manager, 0)
+        first.log(manager, 1, 2, 3)
+        first.save(manager, 4)
+        first.log(manager, 5, 6, 7)
+    eventually(lambda: first.newest() == 7, "the log at the root")
+    shutil.rmtree(first.stage.path)
+    with second.manager() as manager:
+        restored = second.restore(manager)
+        assert (restored.step, restored.chain[-1], restored.source[-1]) == (7, 4, "log")
+        assert same(second.held(), first.held())
+        second.log(manager, 8, 9)
+        assert second.restore(manager).step == 9
+        second.log(manager, 10)
+    eventually(lambda: second.newest() == 10, "the log at the root")
+    with third.manager() as manager:
+        assert third.restore(manager).step == 10
+        assert same(third.held(), second.held())
+        assert [one.step for one in manager.points()] == [10, 9, 8, 7, 6, 5, 3, 2, 1]
+
+
+def test_a_reader_of_the_root_restores_its_points(node):
+    one = node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2)
+    eventually(lambda: one.newest() == 2, "the log at the root")
+    reader = node()
+    with reader.manager(access="read", log=None) as manager:
+        assert reader.restore(manager).step == 2
+        assert same(reader.held(), one.held())
+        assert reader.restore(manager, 1).step == 1
+
+
+def test_the_stage_has_more_of_a_stretch_than_the_root(node, alone):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1)
+    promote(one)
+    with one.manager(wait_for="stage") as manager:
+        one.restore(manager)
+        one.log(manager, 2, 3)
+    assert one.newest() == 1
+    expected = one.held()
+    with one.manager(wait_for="stage") as manager:
+        assert one.restore(manager).step == 3
+        assert same(one.held(), expected)
+    promote(one)
+    assert one.newest() == 3
+
+
+def test_every_mark_of_a_killed_trainer_comes_to_the_root(node):
+    one = node()
+    script = f"""
+import os, signal, sys
+sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+from pathlib import Path
+from test_tiers_log import Logging
+one = Logging({one.url!r}, {one.endpoint!r}, Path({str(one.stage.path)!r}))
+manager = one.manager()
+one.save(manager, 0)
+one.log(manager, 1, 2, 3, 4)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    eventually(lambda: one.newest() == 4, "the log at the root")
+    for step in range(5):
+        one.train(step)
+    other = node()
+    with other.manager() as manager:
+        assert other.restore(manager).step == 4
+        assert same(other.held(), one.held())
+
+
+def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alone, monkeypatch):
+    one, other = node(), node()
+    monkeypatch.setattr(log_promotion, "SEGMENT_BYTES", 300)  # A mark is several pieces.
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        promote(one)
+        one.log(manager, 1, 2, 3)
+    put, killed, lock, left = KvStore.put, 0, threading.Lock(), 0
+
+    def dying(self: KvStore, key: str, *args: Any, **options: Any) -> None:
+        nonlocal killed, left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if not is_last or killed % 2:
+            put(self, key, *args, **options)
+        if is_last:  # Nobody is told.
+            killed += 1
+            raise KeyboardInterrupt
+
+    while True:
+        left = 3
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(KvStore, "put", dying)
+                work = Promoter(one.stage)
+                work._is_over = True
+                while work.step():
+                    pass
+        except KeyboardInterrupt:
+            continue
+        break
+    assert killed > 3
+    with other.manager(wait_for="stage") as manager:
+        assert other.restore(manager).step == 3
+        assert same(other.held(), one.held())
+
+
+def test_an_outage_is_a_lag_of_the_log(breakable, tmp_path):
+    found = made(breakable.server, tmp_path)
+    one, other = next(found), next(found)
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        breakable.end()
+        one.log(manager, 1, 2)
+        one.save(manager, 3)
+        one.log(manager, 4, 5)
+        breakable.start()
+    eventually(lambda: one.newest() == 5, "the log at the root")
+    with other.manager() as manager:
+        assert other.restore(manager).step == 5
+        assert same(other.held(), one.held())
+
+
+# ---- what counts, of several nodes
+
+
+def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone):
+    one, other = node(), node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2)
+    promote(one)
+    with one.manager(wait_for="stage") as manager:
+        one.restore(manager)
+        one.log(manager, 3)  # Of a stretch that never comes to the root.
+    with other.manager(wait_for="stage") as manager:
+        assert other.restore(manager).step == 2
+        other.begin(7)
+        other.restore(manager, 1)
+        other.log(manager, 2, 3, 4)
+    promote(other)
+    with pytest.warns(UserWarning, match=r"the log of stretches \[1\], of which .* knows nothing"):
+        manager = one.manager(wait_for="stage")
+    with manager:
+        assert one.restore(manager).step == 4
+        assert same(one.held(), other.held())
+        one.log(manager, 5)
+    assert sorted(path.name for path in one.logged.glob("*.msgpack")) == ["0.msgpack", "2.msgpack"]
+
+
+def test_marks_alone_make_a_claim_one_that_trained(node, alone):
+    one, other = node(), node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+    promote(one)
+    with one.manager(wait_for="stage") as manager:
+        one.restore(manager)
+        one.save(manager, 1)
+    with other.manager(wait_for="stage") as manager:
+        other.restore(manager)
+        other.log(manager, 1, 2)
+    promote(other)
+    assert other.newest() == 2
+    with pytest.warns(UserWarning, match=r"steps \[1\], which are not at"):
+        with pytest.warns(UserWarning, match=r"the log of stretches \[1\]"):
+            manager = one.manager(wait_for="stage")
+    with manager:
+        assert one.restore(manager).step == 2
+        assert same(one.held(), other.held())
+
+
+def test_whoever_has_lost_the_root_writes_no_head(node):
+    one, other = node(), node()
+    with pytest.raises(FencedError), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait()
+        with other.manager() as second:
+            other.restore(second)
+            other.log(second, 1)
+        eventually(lambda: other.newest() == 1, "the log at the root")
+        before = other.journal().known.entry.logs
+        one.restore(manager, 0)
+        with pytest.raises(FencedError):
+            for step in range(1, 10_000):
+                one.log(manager, step)
+    assert other.journal().known.entry.logs == before
+    assert other.newest() == 1
+
+
+def test_a_head_comes_to_the_root_before_the_saves_of_its_run(node, alone):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2, 3)
+    promote(one)
+    with one.manager(wait_for="stage", log=None) as manager:
+        one.restore(manager, 1)
+        one.save(manager, 2)
+    work = Promoter(one.stage)
+    while 2 not in one.root():
+        heads = [ref.stretch for ref in one.journal().known.entry.logs]
+        assert one.newest() == 3 or heads == [0, 1]
+        work.step()
+    assert [point.step for point in one.points()] == [1]
+
+
+# ---- what goes from the root
+
+
+def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2)
+    promote(one)
+    with one.manager(wait_for="stage") as manager:
+        one.restore(manager)
+        one.log(manager, 3)
+        promote(one)
+        for step in (4, 6, 8):
+            one.save(manager, step)
+            one.log(manager, step + 1)
+    # The stage is ahead: the root has no step but the first, and all that leads from it.
+    assert one.root() == [0]
+    assert [point.step for point in one.points()] == [3, 2, 1]
+    promote(one)
+    assert one.root() == [0, 4, 6, 8]
+    assert one.newest() == 9
+    with one.manager(wait_for="stage") as manager:
+        one.restore(manager)
+        for step in (10, 12):
+            one.save(manager, step)
+    promote(one)
+    refs = one.journal().known.entry.logs
+    assert [ref.stretch for ref in refs] == [2]
+    place = one.place() / names.LOG
+    assert {name.partition("/")[0] for name in place.keys()} == {refs[0].prefix.partition("/")[2]}
+    with one.manager(wait_for="stage") as manager:
+        assert one.restore(manager).step == 12
+
+
+def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
+    one, other = node(), node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2)
+        one.save(manager, 3, force_base=True)
+        one.log(manager, 4)
+    promote(one)
+    standing = one.journal().known.steps[3]
+    victim = one.place() / standing.prefix
+    [key] = [key for key in victim.keys() if key.endswith("manifest.0.msgpack")]
+    victim.store.put((victim / key).key, b"altered")
+    with other.manager(wait_for="stage") as manager:
+        with pytest.warns(UserWarning, match="point 4 is skipped"):
+            found = other.restore(manager)
+        assert (found.step, found.chain) == (4, (0,))
+        assert same(other.held(), one.held())
+
+
+# ---- what is altered
+
+
+def test_what_is_altered_in_the_stage_reaches_no_bucket(node, alone):
+    one = node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2, 3)
+    [segment] = (one.logged / "0" / "0").glob("*.seg")
+    data = bytearray(segment.read_bytes())
+    marks = Logs(spot(one.logged))
+    log = marks.log_of(marks.head(0), 0)
+    log.advance()
+    data[log.marks[1].frames[0].start] ^= 1
+    segment.write_bytes(data)
+    promote(one)
+    [ref] = one.journal().known.entry.logs
+    [pieces] = pieces_at(one.place() / ref.prefix).values()
+    assert pieces.length == log.marks[0].end
+    assert one.newest() == 1
+
+
+def test_an_altered_head_of_the_root_is_damage(node, alone):
+    one, other = node(), node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1)
+    promote(one)
+    [ref] = one.journal().known.entry.logs
+    at = one.place() / ref.prefix / "head.msgpack"
+    data = bytearray(at.read())
+    data[-1] ^= 1
+    at.store.put(at.key, bytes(data))
+    with other.manager(wait_for="stage") as manager:
+        with pytest.raises(deltackpt.errors.Damaged, match="crc32c"):
+            other.restore(manager)
+        template = other.state
+        found = manager.restore_latest(template, log=None)
+        assert found is not None and found.step == 0
+
+
+def test_a_missing_piece_ends_the_log_before_it(node, alone, monkeypatch):
+    one, other = node(), node()
+    with one.manager(wait_for="stage") as manager:
+        one.save(manager, 0)
+        for step in (1, 2, 3):
+            one.log(manager, step)
+            promote(one)
+    [ref] = one.journal().known.entry.logs
+    keys = [key for key in (one.place() / ref.prefix).keys() if key.endswith(".2")]
+    at = one.place() / ref.prefix
+    at.store.delete([(at / key).key for key in keys])
+    with other.manager(wait_for="stage") as manager:
+        assert other.restore(manager).step == 1
