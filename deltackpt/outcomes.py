@@ -76,7 +76,7 @@ class Restored:
       source: where each save of the chain was read, base first: the ``"root"``; where there are
         tiers, the ``"stage"``, or ``"extents"`` or ``"neighbours"``, from which it came back there;
         or ``"service"``, which has all of them merged. ``"log"`` behind them where marks were
-        replayed.
+        replayed, which those of a point that the service holds were already.
       service_error: why they did not come from the service that there is; None where they did,
         or where there is none.
       bytes_read: bytes of tables and slots that were read.

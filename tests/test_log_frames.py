@@ -18,6 +18,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
+from golden import make_golden
 from hypothesis import HealthCheck, example, given, settings
 from made_up_logs import (
     BASE,
@@ -55,12 +56,14 @@ from deltackpt.format.stretches import Continues
 from deltackpt.log.batch import Frame
 from deltackpt.reading import replay
 from deltackpt.reading.log_files import ProcessLog, read_log
-from deltackpt.reading.stretches import Logs, newest_way
+from deltackpt.reading.stretches import History, Logs, newest_way
+from deltackpt.reading.targets import empty_buffers
 from deltackpt.storage.store import spot
 
 #: What nothing of some kilobytes may take.
 MOST_BYTES = 256 << 20
 MARKS = (1, 2, 3)
+GOLDEN = Path(make_golden.__file__).parent
 
 
 def numbers_of(log: ProcessLog) -> list[int]:
@@ -740,6 +743,40 @@ def test_what_was_made_by_hand_is_refused_by_its_mark(case, log):
         assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("position", [-1, 1 << 40])
+def test_rows_beside_codes_stand_at_rows_of_the_frame(position, tmp_path):
+    shutil.copytree(GOLDEN / "log-v1", tmp_path / "root")
+    logs = Logs(spot(tmp_path / "root" / "log"))
+    history = logs.read()
+    [point] = [point for point in history.points() if point.step == 12]
+    way = history.way(point, way_base(history))
+    assert way is not None
+    [frame] = [
+        frame
+        for frame in way.last_marks[0].frames
+        if isinstance(frame.head, RowsHead) and "values.raw_at" in str(frame.head.segment.arrays)
+    ]
+    body, start = bytearray(frame.read()), 0
+    for entry in frame.head.segment.arrays:
+        if entry.name == "values.raw_at":
+            body[start : start + 8] = np.int64(position).tobytes()
+        start += entry.nbytes + -entry.nbytes % 8
+    change(Path(frame.segment), frame.place.seq, keep, bytes(body))
+    _, targets = empty_buffers(history.eras[-1].head.layout)
+    way = Logs(logs.at).read().way(point, way_base(history))
+    assert way is not None
+    with pytest.raises(DamagedLog, match="ascending places") as refused:
+        replay.replay(way, targets, way.era.head.layout)
+    assert refused.value.mark == point.save_id
+
+
+def way_base(history: History) -> SaveId:
+    """The step below golden logs."""
+    base = history.eras[0].head.base
+    assert base is not None
+    return base
 
 
 def test_a_deep_item_is_damage(tmp_path):

@@ -51,7 +51,7 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format.blocks import Box
-from deltackpt.reading import saves
+from deltackpt.reading import replay, saves
 from deltackpt.service import RestoreService, ServiceOptions, names, protocol, reading
 from deltackpt.standby import memory
 
@@ -193,6 +193,49 @@ def test_any_topology_is_filled_from_memory(standing, machine, mesh, spec, narro
     assert_from_service(found, standing.state)
     for leaf, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(wanted)):
         assert leaf.sharding == other.sharding
+
+
+@pytest.mark.parametrize("machine", ["here", "another", "mixed"])
+def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
+    """Dense leaves, items and the numbers of replayed rows come with it: no mark is read."""
+    root = tmp_path / "root"
+    with Trainer(root, log=deltackpt.LogOptions()) as trainer:
+        trainer.save()
+        standing = started(root)
+        for _ in range(3):
+            trainer.step += 1
+            trainer.train()
+            trainer.manager.log(
+                trainer.step, trainer.state, touched=trainer.marks, items={"at": trainer.step}
+            )
+        trainer.manager.wait_logged()
+    wait_until(lambda: held_points(standing) == {4}, "the members apply the marks")
+    assert standing.status().step == 1
+    wanted = template(trainer.state, (4, 2), P("x", "y"), P("x"))
+    with contextlib.ExitStack() as stack:
+        if machine != "here":
+            stack.enter_context(on_another_machine(1 if machine == "another" else 2))
+        for read in ("replay", "dense_of", "items_of"):
+            refuses = mock.patch.object(replay, read, side_effect=AssertionError("it is read"))
+            stack.enter_context(refuses)
+        found = restored(root, wanted)
+    assert_from_service(found, trainer.state)
+    assert (found.step, found.chain, found.items) == (4, (1,), {"at": 4})
+    # The step below it is in storage alone.
+    with ray_nodes.reader(root) as manager:
+        assert_from_storage(manager.restore(1, wanted), trainer.states[1], ServiceUnavailable)
+    with Trainer(root, log=deltackpt.LogOptions()) as trainer:
+        assert trainer.step == 4
+        trainer.save()
+    standing.wait_ready(5, HANG_SECS)
+    assert held_points(standing) == {None}
+    assert_from_service(restored(root, wanted), trainer.state)
+
+
+def held_points(standing: RestoreService) -> set[int | None]:
+    """The steps of the points that members are at."""
+    told = [one.found.point for one in standing.status().members if one.found is not None]
+    return {None if point is None else point.step for point in told}
 
 
 def test_what_lies_in_one_place_is_mapped_and_not_copied(cluster, tmp_path):

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from deltackpt.service.client import MemberStatus, ServiceStatus
 
 _CONNECT_SECS = 20.0
+_COLUMNS = (
+    "shard", "replica", "node", "pid", "step", "point", "behind", "lag", "bytes", "health",
+)  # fmt: skip
 
 address_option = click.option(
     "--address", default="auto", show_default=True, help="Address of the Ray cluster."
@@ -135,7 +138,7 @@ def connect(address: str) -> None:
 
 def _show(found: ServiceStatus) -> None:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=found.directory)
-    for name in ("shard", "replica", "node", "pid", "step", "behind", "lag", "bytes", "health"):
+    for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("node", "health") else "right")
     for one in found.members:
         shard = f"{one.member.shard} of {one.member.shards}"
@@ -149,7 +152,7 @@ def _show(found: ServiceStatus) -> None:
 def _cells(one: MemberStatus) -> list[str]:
     said = one.found
     if said is None:
-        return ["", "", "", "", "", "", one.problem]
+        return ["", "", "", "", "", "", "", one.problem]
     behind = None
     if one.step is not None and said.newest_step is not None:
         behind = said.newest_step - one.step
@@ -158,6 +161,7 @@ def _cells(one: MemberStatus) -> list[str]:
         said.node[:8],
         str(said.pid),
         _text(one.step),
+        _text(None if said.point is None else said.point.step),
         _text(behind),
         lag,
         f"{said.nbytes:,}",

@@ -27,7 +27,6 @@ from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
-from deltackpt.reading import replay
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.restore import steps
@@ -324,9 +323,8 @@ class Restorer:
                 with run.among.together(f"restoring items of step {step}"):
                     extra = self._steps.items(found, items, loaded.files)
                     found.check_stays()
-            if found.way is not None:
-                with run.among.together(f"restoring items of step {step}"):
-                    extra = replay.items_of(found.way)
+            if loaded.point is not None:
+                extra = dict(loaded.point.items)
         if not run.options.read_only:
             self._go_on_from(found, loaded, state, fresh, drawn)
         seconds = self._tell(step, merged, started, found_at, read_at)
@@ -346,7 +344,7 @@ class Restorer:
 
     def _sources(self, merged: RestoredTables, point: LogPoint | None) -> tuple[str, ...]:
         """Where each save of a chain was read, and the marks above it."""
-        log = () if point is None else ("log",)
+        log = () if point is None or merged.point else ("log",)
         if merged.source != "storage":
             return (merged.source,) * len(merged.chain) + log
         return *(self._run.root.source_of(info.save_id) for info in merged.chain), *log
@@ -414,7 +412,7 @@ class Restorer:
             run=drawn,
             witness=witness,
             parents=tuple(info.step_dir for info in merged.chain[-2::-1]),
-            replayed=None if loaded.replayed is None else loaded.replayed.rows,
+            replayed=None if loaded.point is None else loaded.point.rows,
             continues=continues,
         )
         run.restored = found.step

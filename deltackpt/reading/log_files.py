@@ -125,6 +125,7 @@ class _Scan:
       after: what the segment says of the part before.
       pending: frames since the last mark.
       problem: why it ends where it does; None where that is its end.
+      torn: whether it only lacks bytes, which may be on their way.
     """
 
     at: int = 0
@@ -133,6 +134,7 @@ class _Scan:
     after: frames.After | None = None
     pending: list[FrameAt] = dataclasses.field(default_factory=list)
     problem: Damaged | None = None
+    torn: bool = False
 
 
 class ProcessLog:
@@ -168,6 +170,16 @@ class ProcessLog:
     def damage(self) -> list[Damaged]:
         """Why segments end before their ends: the last one is torn where its writer was killed."""
         return [scan.problem for _, scan in sorted(self._scans.items()) if scan.problem]
+
+    def altered_above(self, step: int) -> list[Damaged]:
+        """What was altered behind marks of a step, or of later ones; a torn end was not."""
+        return [
+            scan.problem
+            for place, scan in sorted(self._scans.items())
+            if scan.problem is not None
+            and not scan.torn
+            and not any(mark.save_id.step < step for mark in self._marks[place][-1:])
+        ]
 
     @property
     def breaks(self) -> list[Break]:
@@ -227,7 +239,7 @@ class ProcessLog:
                 frame = _frame_at(window, segment, scan)
                 self._take(place, scan, frame)
         except Damaged as error:
-            scan.problem = error
+            scan.problem, scan.torn = error, isinstance(error, _Torn)
         except Missing:
             scan.problem = None  # It was trimmed meanwhile.
 
@@ -264,6 +276,10 @@ def _mark(frame: FrameAt, held: Sequence[FrameAt]) -> Mark:
     )
 
 
+class _Torn(Damaged):
+    """A file ends within a frame."""
+
+
 class _Window:
     """A file, of which some is read ahead."""
 
@@ -279,7 +295,7 @@ class _Window:
           Damaged: it ends before.
         """
         if start + nbytes > self.length:
-            raise Damaged(name, f"{start + nbytes} bytes", f"{self.length} bytes")
+            raise _Torn(name, f"{start + nbytes} bytes", f"{self.length} bytes")
         if not self._start <= start <= start + nbytes <= self._start + self._data.nbytes:
             count = min(max(nbytes, _WINDOW_BYTES), self.length - start)
             data = memoryview(bytearray(count))

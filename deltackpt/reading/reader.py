@@ -60,7 +60,9 @@ class RestoredTables:
       seconds: wall time of reading and merging.
       source: where they were read from.
       files: the bytes of the files beside the tables, by their posix path below the step, where
-        the source has them too.
+        the source has them too; of a point as ``point_files`` names them.
+      point: whether they are those of the point of the log that was asked for. Else all marks up to
+        it are still to be replayed, some of which may have been before.
     """
 
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]]
@@ -71,6 +73,7 @@ class RestoredTables:
     source: str = "storage"
     placed: dict[str, dict[str, Any]] | None = None
     files: Mapping[str, np.ndarray] | None = None
+    point: bool = False
 
     @property
     def fields(self) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks of a log onto the buffers of a restored step, and their dense leaves; no jax.
 
+Buffers that nobody sees yet are written as frames are read (``replay``). Those that are in use are
+not before all frames are known to be whole: ``pieces`` are read and decoded first.
+
 Of the marks of a stretch the newest is read first, and a row that was seen is passed over in all
 earlier ones: a row that is touched at every step is decoded once. Frames whose fields and columns
 overlap without being the same, as after a change of shardings, are applied in their order instead.
@@ -22,7 +25,7 @@ from deltackpt import codecs
 from deltackpt.errors import Damaged, DamagedLog
 from deltackpt.format import blocks, frames, gaps, names
 from deltackpt.format.blocks import EncodedBlock, RowBlock, Span
-from deltackpt.format.frames import DenseHead, DenseValue, ItemsHead, Kind, RowsHead
+from deltackpt.format.frames import DenseHead, DenseValue, ItemsHead, Kind, Place
 from deltackpt.format.manifest import GroupEntry, Layout, Segment
 from deltackpt.reading import bounds, merge
 from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog
@@ -58,6 +61,20 @@ class LoggedDense(NamedTuple):
     files: Mapping[str, memoryview]
 
 
+class LoggedState(NamedTuple):
+    """A full point, but for its tables.
+
+    Attributes:
+      dense: its dense leaves.
+      items: its further items, by name.
+      rows: as in ``Replayed``, of the marks from its step on.
+    """
+
+    dense: LoggedDense
+    items: Mapping[str, Any]
+    rows: Mapping[str, np.ndarray]
+
+
 def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
     """Applies the marks of a way to buffers that hold its step; verified.
 
@@ -69,29 +86,60 @@ def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
     Raises:
       DamagedLog: a frame is missing or altered; the mark that it belongs to is named.
     """
-    seen = _Seen(layout)
+    seen = SeenRows(layout)
     bytes_read = 0
-    for leg in way.legs:
-        _check_layout(leg, layout, way)
-        bytes_read += _replay_leg(leg, targets, layout, seen)
+    for piece in pieces(way, layout, seen):
+        piece.apply(targets)
+        bytes_read += piece.nbytes
     count = sum(max(map(len, leg.marks.values()), default=0) for leg in way.legs)
     return Replayed(rows=seen.by_table(), bytes_read=bytes_read, marks=count)
 
 
-def dense_of(way: Way) -> LoggedDense:
+def pieces(way: Way, layout: Layout, seen: SeenRows) -> Iterator[LoggedRows]:
+    """The frames of rows of a way, to be read and applied in this order, each before the next.
+
+    Args:
+      way: from a step, or from a point above it, to a point.
+      layout: of the step.
+      seen: gets the numbers of all rows that are read.
+
+    Raises:
+      DamagedLog: as ``replay``.
+    """
+    for leg in way.legs:
+        _check_layout(leg, layout, way)
+        yield from _pieces_of(leg, layout, seen)
+
+
+class DenseKept:
+    """Dense leaves that were read last: the next ones may be their difference to them."""
+
+    def __init__(self) -> None:
+        """None were."""
+        self.frames: dict[tuple[str, Place, int], list[tuple[DenseValue, memoryview]]] = {}
+
+
+def dense_of(way: Way, kept: DenseKept | None = None) -> LoggedDense:
     """The dense leaves of the point.
+
+    Args:
+      way: to the point.
+      kept: what an earlier call has read; it gets what this one does.
 
     Raises:
       DamagedLog: they are missing or altered.
     """
     values: dict[str, memoryview] = {}
     files: dict[str, memoryview] = {}
+    before, now = kept or DenseKept(), DenseKept()
     for process, mark in way.last_marks.items():
-        reader = _DenseReader(way.era.processes[process].log)
+        reader = _DenseReader(way.era.processes[process].log, before, now)
         with _damage_of(mark):
             for frame in _frames_of(mark, Kind.DENSE):
                 for value, data in reader.read(frame):
                     (files if value.file else values)[value.key] = data
+    if kept is not None:
+        kept.frames = now.frames
     return LoggedDense(values, files)
 
 
@@ -122,11 +170,12 @@ def _json(data: memoryview, name: str) -> Any:
 
 def _check_layout(leg: Leg, layout: Layout, way: Way) -> None:
     if not leg.head.layout.has_rows_of(layout):
-        raise Damaged(
+        raise DamagedLog(
             f"stretch {leg.head.stretch}",
             f"the tables of step {way.step.step}",
             "others",
             "restore the step itself: restore_latest(log=None)",
+            way.point.save_id,
         )
 
 
@@ -154,15 +203,40 @@ class _damage_of:
 _Class = tuple[str, Span, tuple[str, ...]]
 
 
-class _Seen:
-    """Which rows of each group the marks hold."""
+class SeenRows:
+    """Which rows of each group some marks hold."""
 
     def __init__(self, layout: Layout):
+        """None of them.
+
+        Args:
+          layout: the tables.
+        """
         self._layout = layout
         self._rows = {group.name: np.zeros(group.rows, bool) for group in layout.groups}
 
     def add(self, group: str, rows: np.ndarray | slice) -> None:
+        """Some virtual rows of a group are held."""
         self._rows[group][rows] = True
+
+    def or_those_of(self, other: SeenRows) -> SeenRows:
+        """These rows, and those of other marks of the same tables."""
+        found = SeenRows(self._layout)
+        for name, rows in self._rows.items():
+            np.logical_or(rows, other._rows[name], out=found._rows[name])
+        return found
+
+    def add_blocks(self, found: Iterable[RowBlock]) -> None:
+        """The rows of some blocks are held."""
+        for block in found:
+            self.add(block.group, np.asarray(block.rows))
+
+    def has_more_than(self, other: SeenRows, targets: Targets) -> bool:
+        """Whether some of these rows are wanted, and not among others."""
+        for group, (start, stop) in {(one.group, one.rows) for one in targets.all}:
+            if (self._rows[group][start:stop] & ~other._rows[group][start:stop]).any():
+                return True
+        return False
 
     def by_table(self) -> dict[str, np.ndarray]:
         """Table name to the numbers of its rows."""
@@ -173,7 +247,75 @@ class _Seen:
         return found
 
 
-def _replay_leg(leg: Leg, targets: Targets, layout: Layout, seen: _Seen) -> int:
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoggedRows:
+    """The rows of a frame, read when they are asked for.
+
+    Attributes:
+      mark: that the frame belongs to.
+      frame: where they are.
+      group: of the rows.
+      seen: notes them.
+      newer: those of frames before, which are newer; None where later ones replace earlier ones.
+    """
+
+    mark: Mark
+    frame: FrameAt
+    group: GroupEntry
+    seen: SeenRows
+    newer: np.ndarray | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frame."""
+        return self.frame.body_bytes
+
+    def apply(self, targets: Targets) -> None:
+        """Reads the rows, and writes them but for those that newer frames hold.
+
+        Raises:
+          DamagedLog: the frame is missing or altered.
+        """
+        with _damage_of(self.mark):
+            if (block := self._read()) is not None:
+                block.apply(targets)
+
+    def load(self, targets: Targets) -> list[RowBlock]:
+        """What ``apply`` would write, decoded, of one field each; later ones replace earlier ones.
+
+        Raises:
+          DamagedLog: the frame is missing or altered.
+        """
+        with _damage_of(self.mark):
+            block = self._read()
+            return [] if block is None else list(block.decoded(targets))
+
+    def _read(self) -> _Block | None:
+        segment = self.frame.head.segment
+        stored = frames.arrays_of(segment, self.frame.read(), self.frame.name)
+        rows = _row_numbers(segment, stored, self.group, self.frame.name)
+        if not len(rows):
+            return None
+        self.seen.add(self.group.name, rows)
+        block = _decodable(segment, stored, self.group, rows, self.frame.name)
+        if self.newer is None:
+            return block
+        fresh = ~self.newer[rows]
+        self.newer[rows] = True
+        if fresh.all():
+            return block
+        return block.only(fresh) if fresh.any() else None
+
+
+def segments_of(leg: Leg) -> Iterator[Segment]:
+    """What the frames of rows of some marks hold."""
+    for marks in leg.marks.values():
+        for mark in marks:
+            for frame in _frames_of(mark, Kind.ROWS):
+                yield frame.head.segment
+
+
+def _pieces_of(leg: Leg, layout: Layout, seen: SeenRows) -> Iterator[LoggedRows]:
     groups = layout.group_by_name
     tables = collections.Counter(table.group for table in layout.tables)
     by_class: dict[_Class, list[tuple[Mark, FrameAt]]] = {}
@@ -183,7 +325,6 @@ def _replay_leg(leg: Leg, targets: Targets, layout: Layout, seen: _Seen) -> int:
         key=lambda one: one[0].save_id.attempt,
         reverse=True,
     )
-    bytes_read = 0
     for mark, frame in order:
         if frame.kind == Kind.ROWS:
             segment = frame.head.segment
@@ -191,18 +332,15 @@ def _replay_leg(leg: Leg, targets: Targets, layout: Layout, seen: _Seen) -> int:
                 bounds.check_segment(segment, groups, tables, frame.name)
             key = segment.group, segment.columns, segment.fields
             by_class.setdefault(key, []).append((mark, frame))
-            bytes_read += frame.body_bytes
     overlapping = _overlapping(by_class, groups)
     for key, found in by_class.items():
-        if key[0] in overlapping:
-            continue
-        newer = np.zeros(groups[key[0]].rows, bool)
-        for mark, frame in found:
-            _apply(mark, frame, targets, groups, seen, newer)
+        if key[0] not in overlapping:
+            newer = np.zeros(groups[key[0]].rows, bool)
+            for mark, frame in found:
+                yield LoggedRows(mark, frame, groups[key[0]], seen, newer)
     late = [one for key, found in by_class.items() if key[0] in overlapping for one in found]
     for mark, frame in sorted(late, key=lambda one: one[0].save_id.attempt):
-        _apply(mark, frame, targets, groups, seen, None)
-    return bytes_read
+        yield LoggedRows(mark, frame, groups[frame.head.segment.group], seen, None)
 
 
 def _overlapping(classes: Iterable[_Class], groups: Mapping[str, GroupEntry]) -> set[str]:
@@ -217,34 +355,6 @@ def _overlapping(classes: Iterable[_Class], groups: Mapping[str, GroupEntry]) ->
         if split and (apart[0] < apart[1] or None in split):
             found.add(one[0])
     return found
-
-
-def _apply(
-    mark: Mark,
-    frame: FrameAt,
-    targets: Targets,
-    groups: Mapping[str, GroupEntry],
-    seen: _Seen,
-    newer: np.ndarray | None,
-) -> None:
-    """Applies the rows of a frame, but for those that newer ones hold, and notes them."""
-    head: RowsHead = frame.head
-    segment, group = head.segment, groups[head.segment.group]
-    with _damage_of(mark):
-        stored = frames.arrays_of(segment, frame.read(), frame.name)
-        rows = _row_numbers(segment, stored, group, frame.name)
-        if not len(rows):
-            return
-        seen.add(group.name, rows)
-        block = _decodable(segment, stored, group, rows, frame.name)
-        if newer is not None:
-            fresh = ~newer[rows]
-            newer[rows] = True
-            if not fresh.any():
-                return
-            if not fresh.all():
-                block = block.only(fresh)
-        block.apply(targets)
 
 
 def _row_numbers(
@@ -291,6 +401,21 @@ class _Block:
             for field in block.fields:
                 merge.apply(block, targets.over(segment.group, field, span, segment.columns))
 
+    def decoded(self, targets: Targets) -> Iterator[RowBlock]:
+        """The rows that belong to some buffers, of one field each."""
+        segment = self.segment
+        span = int(self.rows[0]), int(self.rows[-1]) + 1
+        for field in segment.fields:
+            spec = segment.spec(self.group, field)
+            for target in targets.over(segment.group, field, span, segment.columns):
+                chosen = blocks.row_slice(self.rows, *target.rows)
+                if chosen.start < chosen.stop:
+                    arrays = {name: array[chosen] for name, array in self.arrays.items()}
+                    rows = self.rows[chosen]
+                    block = EncodedBlock(segment.group, rows, segment.columns, arrays)
+                    yield codecs.decode_block(block, [spec])
+        yield from self.beside
+
 
 def _decodable(
     segment: Segment,
@@ -324,7 +449,8 @@ def _decodable(
 class _DenseReader:
     """Reads dense leaves of one process; differences by way of what they are against."""
 
-    def __init__(self, log: ProcessLog):
+    def __init__(self, log: ProcessLog, before: DenseKept, now: DenseKept):
+        self._before, self._now = before.frames, now.frames
         self._frames = {
             frame.place.seq: frame for mark in log.marks for frame in _frames_of(mark, Kind.DENSE)
         }
@@ -336,14 +462,14 @@ class _DenseReader:
           Damaged: it, or one that it needs, is missing or altered.
         """
         chain = [frame]
-        while (needed := self._needs(chain[-1])) is not None:
+        while (needed := self._needs(chain[-1])) is not None and _key(needed) not in self._before:
             chain.append(needed)
         # Against what is not there is read from the oldest on.
-        held: dict[str, memoryview] = {}
-        found: list[tuple[DenseValue, memoryview]] = []
+        found = [] if needed is None else self._before[_key(needed)]
         for one in reversed(chain):
-            found = self._decoded(one, held)
             held = {value.key: data for value, data in found}
+            found = self._decoded(one, held)
+        self._now[_key(frame)] = found
         return found
 
     def _needs(self, frame: FrameAt) -> FrameAt | None:
@@ -371,6 +497,10 @@ class _DenseReader:
                 data = undiffered(data, before, value.itemsize, frame.name)
             found.append((value, data))
         return found
+
+
+def _key(frame: FrameAt) -> tuple[str, Place, int]:
+    return str(frame.segment), frame.place, frame.body_crc32c
 
 
 def differed(now: np.ndarray, before: np.ndarray, itemsize: int) -> bytes:

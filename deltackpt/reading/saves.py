@@ -17,6 +17,7 @@ from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DamagedLog,
     ForeignDirectory,
     FormatTooNew,
     RestoreError,
@@ -375,7 +376,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
-        except (FormatTooNew, TemplateMismatch):
+        except (FormatTooNew, TemplateMismatch, DamagedLog):
             raise
         except RestoreError as error:
             if saves[0].compacted:

@@ -12,7 +12,7 @@ the parent of the oldest is not above it. They may begin before it: rows carry v
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged
@@ -76,6 +76,29 @@ class Way:
         """Bytes of all marks."""
         return sum(
             mark.nbytes for leg in self.legs for marks in leg.marks.values() for mark in marks
+        )
+
+    def after(self, point: LogPoint) -> Way | None:
+        """What of it lies beyond a point; None where that is not on it."""
+        for number, leg in enumerate(self.legs):
+            if leg.head.stretch == point.stretch:
+                left = {}
+                for process, marks in leg.marks.items():
+                    ids = [mark.save_id for mark in marks]
+                    if point.save_id not in ids:
+                        return None
+                    left[process] = marks[ids.index(point.save_id) + 1 :]
+                legs = (Leg(leg.head, left), *self.legs[number + 1 :])
+                return dataclasses.replace(self, legs=legs)
+        return None
+
+    def needs(self, mark: SaveId) -> bool:
+        """Whether a mark is on it, of whichever process."""
+        return any(
+            one.save_id == mark
+            for leg in self.legs
+            for marks in leg.marks.values()
+            for one in marks
         )
 
     @property
@@ -147,6 +170,14 @@ class History:
         """Whether a committed step is on the line of training that the newest stretch is on."""
         return any(era.has_step(save_id) or era.head.base == save_id for era in self.eras)
 
+    def counts(self, point: LogPoint) -> bool:
+        """Whether training went on from a point, though its marks may have been trimmed."""
+        for era in self.eras:
+            if era.head.stretch == point.stretch:
+                ended = era.last is not None and point.save_id.attempt > era.last.attempt
+                return era.head.run == point.save_id.run and not ended
+        return False
+
     def way(self, point: LogPoint, step: SaveId) -> Way | None:
         """The marks from a step to a point; None where they do not reach down to it.
 
@@ -217,7 +248,8 @@ class Logs:
         """
         #: The folder of the heads.
         self.at = at
-        self._heads: dict[int, StretchHead] = {}
+        #: Heads, and what changes where a new root takes the place of the one that was read.
+        self._heads: dict[int, tuple[Hashable, StretchHead]] = {}
         self._logs: dict[tuple[int, int], ProcessLog] = {}
 
     def numbers(self) -> list[int]:
@@ -232,15 +264,19 @@ class Logs:
           Damaged: it is missing or altered.
           FormatTooNew: a later version of deltackpt wrote it.
         """
-        if stretch not in self._heads:
-            place = self.at / names.stretch_name(stretch)
-            shown = place.shown()
+        place = self.at / names.stretch_name(stretch)
+        shown = place.shown()
+        with place.missing_is_damage(shown):
+            version = place.store.version(place.key)
+        known, found = self._heads.get(stretch, (None, None))
+        if found is None or known != version:
             found = stretches.from_bytes(place.read(shown), name=shown)
             if found.stretch != stretch:
                 raise Damaged(shown, f"stretch {stretch}", f"stretch {found.stretch}")
             bounds.check_tables(found, shown)
-            self._heads[stretch] = found
-        return self._heads[stretch]
+            self._forget(stretch)
+            self._heads[stretch] = version, found
+        return found
 
     def segments_of(self, head: StretchHead) -> Spot:
         """The folder of a stretch's logs; another directory may be that of several roots."""
@@ -256,6 +292,8 @@ class Logs:
           StorageError: the logs cannot be read.
         """
         numbers = self.numbers()
+        for gone in self._heads.keys() - {*numbers}:
+            self._forget(gone)
         if not numbers:
             return History(())
         try:
@@ -264,6 +302,11 @@ class Logs:
             action = "nobody knows which points count; restore a step: restore_latest(log=None)"
             raise Damaged(error.object_name, error.expected, error.found, action) from error
         return History(tuple(self._eras(newest)))
+
+    def _forget(self, stretch: int) -> None:
+        self._heads.pop(stretch, None)
+        for key in [key for key in self._logs if key[0] == stretch]:
+            del self._logs[key]
 
     def log_of(self, head: StretchHead, process: int) -> ProcessLog:
         """The log of a process of a stretch, as far as it was read."""
@@ -312,35 +355,39 @@ def _counts(mark: Mark, head: StretchHead, last: SaveId | None) -> bool:
 
 def newest_way(
     history: History,
-    steps: Mapping[int, SaveId],
+    steps: Mapping[int, SaveId | None],
     skipped: Collection[SaveId] = (),
     *,
     at: int | None = None,
+    soft: bool = False,
 ) -> Way | None:
     """How to come to the newest full point above all of some steps.
 
     Args:
       history: of the logs.
-      steps: committed steps, by number.
-      skipped: marks that are damaged: neither their points nor later ones of the run are taken.
+      steps: committed steps, by number; None where it is not known which save one is.
+      skipped: marks that are damaged: no way goes over them.
       at: the step of the point that is wanted; by default the newest.
+      soft: whether a point without dense leaves will do.
 
     Returns:
       The way; None where a step is as new as any point that can be restored.
     """
     newest = max(steps, default=None)
     for point in history.points():
-        if not point.full or (at is not None and point.step != at):
-            continue
-        if any(one.run == point.save_id.run and one <= point.save_id for one in skipped):
+        if not (point.full or soft) or (at is not None and point.step != at):
             continue
         if at is None and newest is not None and point.step <= newest:
             return None
         for step in sorted((step for step in steps if step <= point.step), reverse=True):
-            if history.has_step(steps[step]):
-                way = history.way(point, steps[step])
-                if way is not None:
-                    return way
+            save_id = steps[step]
+            if save_id is None or not history.has_step(save_id):
+                continue
+            if any(_between(mark, save_id, point) for mark in skipped):
+                continue  # Most are told so, without all marks of the way.
+            way = history.way(point, save_id)
+            if way is not None and not any(map(way.needs, skipped)):
+                return way
     return None
 
 
@@ -385,3 +432,8 @@ def coverings(
         passed |= along
         found.append(Covering(way, tuple(on)))
     return found, unreached
+
+
+def _between(mark: SaveId, step: SaveId, point: LogPoint) -> bool:
+    """Whether a mark of the point's run lies above a step, and not above the point."""
+    return mark.run == point.save_id.run and step.step < mark.step and mark <= point.save_id

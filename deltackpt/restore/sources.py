@@ -14,6 +14,7 @@ from typing import Protocol
 
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.reading.targets import Wanted
 
 #: Has ``row_source(directory, item)``. Entry points would do as well, and take 20 to 40 ms to list.
@@ -27,7 +28,12 @@ class RowSource(Protocol):
     """
 
     def tables(
-        self, save: StoredSave, wanted: Wanted | None, *, timeout_secs: float
+        self,
+        save: StoredSave,
+        wanted: Wanted | None,
+        *,
+        timeout_secs: float,
+        point: LogPoint | None = None,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         """What is wanted of exactly this save, bit for bit as storage has it.
 
@@ -39,6 +45,9 @@ class RowSource(Protocol):
           save: the step, as its manifest in storage says.
           wanted: what to restore; by default every table and slot as a whole.
           timeout_secs: longest wait for the source to hold the step, and for each of its answers.
+          point: of the log, above the step, where one is restored. The source gives the tables of
+            the step, or with any of the marks up to the point; or it gives the point whole, and
+            says so (``RestoredTables.point``), with the ``files`` of ``reading.point_files``.
 
         Raises:
           ServiceError: it cannot be had from here; storage still has it.

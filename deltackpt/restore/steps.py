@@ -27,9 +27,9 @@ from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import bounds, reader, replay, saves
+from deltackpt.reading import bounds, point_files, reader, replay, saves
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.replay import Replayed
+from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Logs, Way
 from deltackpt.reading.targets import Wanted, targets_of, wanted_rows
@@ -130,14 +130,14 @@ class Loaded:
       dense: leaves that are neither.
       problem: why nothing came from a source.
       files: what a source gave of the step beside its tables.
-      replayed: what was read of a log.
+      point: what the point has beside its tables; None where it is a step.
     """
 
     tables: RestoredTables
     dense: dict[str, Any]
     problem: ServiceError | None
     files: ItemFiles | None
-    replayed: Replayed | None = None
+    point: LoggedState | None = None
 
 
 class StepReader:
@@ -242,14 +242,17 @@ class StepReader:
           RestoreError: what is wrong with the step.
         """
         with self._standing(found):
-            merged, files, problem = self._from_memory(found, held)
-            if files is None and found.dense and found.source is not None:
+            merged, files, point, problem = self._from_memory(found, held)
+            if files is None and point is None and found.dense and found.source is not None:
                 # ``find`` left all of it to the source, and other processes may have it from there.
                 self._root.check_step_files(found.target.step_dir)
-            if found.way is not None and found.target.layout.dense:
-                of_point = LoggedFiles(replay.dense_of(found.way))
-                held.callback(of_point.close)
-                files = of_point
+            replay_from = found.way if point is None else None
+            if replay_from is not None:
+                of_marks = replay.dense_of(replay_from), replay.items_of(replay_from)
+                point = LoggedState(*of_marks, rows={})
+            if point is not None and found.target.layout.dense:
+                files = LoggedFiles(point.dense)
+                held.callback(files.close)
             # Orbax mostly waits for its own threads, and the merge for memory.
             with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
                 leaves = pool.submit(self._dense, found, files)
@@ -257,13 +260,13 @@ class StepReader:
                     merged = self._from_storage(found, progress)
                 elif progress is not None:
                     progress(merged.bytes_read, merged.bytes_read)
-                replayed = None
-                if found.way is not None:
+                if replay_from is not None and point is not None:
                     targets = targets_of(merged.buffers, merged.layout)
-                    replayed = replay.replay(found.way, targets, merged.layout)
+                    rows = replay.replay(replay_from, targets, merged.layout).rows
+                    point = point._replace(rows=rows)
                 dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
-        return Loaded(merged, dense, problem, files, replayed)
+        return Loaded(merged, dense, problem, files, point)
 
     def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, Any]:
         """Further items of a step, by name.
@@ -309,17 +312,18 @@ class StepReader:
 
     def _from_memory(
         self, found: Found, held: contextlib.ExitStack
-    ) -> tuple[RestoredTables | None, StepFiles | None, ServiceError | None]:
-        """Tables and files from the source where it has them, else why not."""
-        problem, merged, files = found.problem, None, None
+    ) -> tuple[RestoredTables | None, ItemFiles | None, LoggedState | None, ServiceError | None]:
+        """Tables, and files or a whole point, from the source where it has them, else why not."""
+        problem, merged, files, point = found.problem, None, None, None
         if found.source is not None:
             try:
-                with found.source.tables(
-                    found.target, found.wanted, timeout_secs=self._service_secs
-                ) as merged:
-                    files = self._files(found, merged, held)
+                with self._asked(found.source, found) as merged:
+                    if found.way is None:
+                        files = self._files(found, merged, held)
+                    elif merged.point and merged.files is not None:
+                        point = point_files.state_of(merged.files, merged.layout)
             except Exception as error:
-                problem, merged = _service_error(error), None
+                problem, merged, point = _service_error(error), None, None
         if problem is not None:
             process = processes.index()
             _logger.warning(
@@ -329,7 +333,16 @@ class StepReader:
                 problem,
                 extra={"process_index": process},
             )
-        return merged, files, problem
+        return merged, files, point, problem
+
+    def _asked(
+        self, source: RowSource, found: Found
+    ) -> contextlib.AbstractContextManager[RestoredTables]:
+        secs = self._service_secs
+        if found.way is None:
+            return source.tables(found.target, found.wanted, timeout_secs=secs)
+        point = found.way.point
+        return source.tables(found.target, found.wanted, timeout_secs=secs, point=point)
 
     def _files(
         self, found: Found, merged: RestoredTables, held: contextlib.ExitStack

@@ -68,6 +68,7 @@ class RestoreActor:
                 health=self._health if error is None else f"{type(error).__name__}: {error}",
                 code=getattr(error, "code", "") if error is not None else "",
                 save_id=None if holding is None else holding.save.save_id,
+                point=None if holding is None or holding.point is None else holding.point.save_id,
                 newest_step=newest,
                 lag_secs=None if holding is None else holding.lag_secs,
                 nbytes=0 if follower is None else follower.nbytes,
@@ -75,24 +76,33 @@ class RestoreActor:
         )
 
     @ray.method(concurrency_group="pin")
-    def pin(self, run: str, step: int, attempt: int, timeout_secs: float) -> bytes:
-        """Keeps a state for a reader: ``Pinned``."""
+    def pin(
+        self,
+        run: str,
+        step: int,
+        attempt: int,
+        timeout_secs: float,
+        point: tuple[int, str, int, int] | None = None,
+    ) -> bytes:
+        """Keeps a state for a reader: ``Pinned``; ``point`` as ``protocol.point_of`` takes it."""
         follower, wanted = self._follower, SaveId(run, step, attempt)
         if follower is None:
             return protocol.packed(Pinned(refused=f"{self._member}: {self._health}"))
+        asked = None if point is None else protocol.point_of(point)
         try:
-            pin, holding = follower.pin(wanted, timeout_secs)
+            pin, holding = follower.pin(wanted, timeout_secs, asked)
         except ServiceUnavailable as error:
             held = follower.holding
             found = None if held is None else held.save.save_id
-            passed = found is not None and found.run == run and found.step > step
-            soon = found is not None and not passed and self._error is None
+            soon = held is not None and held.comes_to(wanted, asked) and self._error is None
             return protocol.packed(Pinned(refused=str(error), soon=soon, held=found))
-        files = holding.files
+        files, above = holding.files, holding.point
         return protocol.packed(
             Pinned(
                 pin=pin,
                 held=wanted,
+                stretch=0 if above is None else above.stretch,
+                point=None if above is None else above.save_id,
                 place=follower.place,
                 sequence=holding.sequence,
                 chain=holding.chain,
@@ -152,6 +162,8 @@ class RestoreActor:
                         shards=self._member.shards,
                         memory_bytes=self._options.memory_bytes,
                         endpoint=self._options.endpoint,
+                        # Restores want dense leaves, too.
+                        soft=False,
                     )
                 self._follower.advance()
                 self._error, rest = None, self._options.rest_secs(self._directory)

@@ -21,6 +21,7 @@ from deltackpt.errors import (
 from deltackpt.format import names as file_names
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.reading.targets import Wanted
 from deltackpt.service import calls, names, protocol
 from deltackpt.service.names import Member
@@ -106,6 +107,7 @@ class RestoreService:
         wanted: Wanted | None = None,
         *,
         timeout_secs: float = 10.0,
+        point: LogPoint | None = None,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         """What is wanted of a step, from the members' memory; see ``RowSource`` and ``reading``.
 
@@ -120,7 +122,7 @@ class RestoreService:
                 "found that of another directory; connect() to the directory of the manager"
             )
         replicas = self._replicas(min(_DESCRIBE_SECS, timeout_secs / 2))
-        return reading(save, replicas, wanted, timeout_secs=timeout_secs)
+        return reading(save, replicas, wanted, timeout_secs=timeout_secs, point=point)
 
     # Looking.
 

@@ -15,11 +15,12 @@ from deltackpt.errors import RestoreError, ServiceMismatch
 from deltackpt.format import manifest
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryAddress
 
 #: Raised by one where a member's answers or arguments change their meaning.
-PROTOCOL = 2
+PROTOCOL = 3
 _MAGIC = "deltackpt.service"
 _Record = TypeVar("_Record", "Description", "Pinned")
 
@@ -38,7 +39,8 @@ class Description:
       code: of the error that is wrong; empty where nothing is.
       save_id: the save that it holds.
       newest_step: the newest committed step that it sees.
-      lag_secs: how long after the commit of ``save_id`` it held it.
+      point: the mark of the log above it that it holds; None where it holds the save itself.
+      lag_secs: how long after the commit of ``save_id``, or after ``point``, it held it.
       nbytes: bytes of memory that hold the rows.
     """
 
@@ -50,6 +52,7 @@ class Description:
     health: str
     code: str = ""
     save_id: SaveId | None = None
+    point: SaveId | None = None
     newest_step: int | None = None
     lag_secs: float | None = None
     nbytes: int = 0
@@ -66,10 +69,12 @@ class Pinned:
       refused: why it is not.
       soon: whether the member follows, and may hold the state in a moment.
       held: what it holds.
+      stretch: number of that of ``point``.
+      point: the mark of the log above ``held`` that it holds; None where it holds the save itself.
       place: where processes of the same machine find its memory.
       sequence: of the memory.
       chain: the saves that the state was merged from, base first.
-      files: of the step beside its tables, where they are held.
+      files: of the step, or of the point, beside its tables, where they are held.
       files_place: where processes of the same machine find theirs.
     """
 
@@ -79,11 +84,25 @@ class Pinned:
     refused: str = ""
     soon: bool = False
     held: SaveId | None = None
+    stretch: int = 0
+    point: SaveId | None = None
     place: MemoryAddress | None = None
     sequence: int = 0
     chain: tuple[SaveInfo, ...] = ()
     files: tuple[HeldFile, ...] = ()
     files_place: MemoryAddress | None = None
+
+
+def plain_point(point: LogPoint | None) -> tuple[int, str, int, int] | None:
+    """A point as it is asked for: stretch, run, step and attempt."""
+    if point is None:
+        return None
+    return point.stretch, *dataclasses.astuple(point.save_id)
+
+
+def point_of(plain: tuple[int, str, int, int]) -> LogPoint:
+    """The full point that ``plain_point`` was given; nobody asks when it was taken."""
+    return LogPoint(plain[0], SaveId(*plain[1:]), full=True, unix_secs=0.0)
 
 
 def packed(record: Description | Pinned) -> bytes:

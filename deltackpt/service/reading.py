@@ -26,6 +26,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.reading.targets import Targets, Wanted, empty_buffers
 from deltackpt.resources import pages
 from deltackpt.service import calls, protocol
@@ -65,6 +66,7 @@ def reading(
     wanted: Wanted | None,
     *,
     timeout_secs: float,
+    point: LogPoint | None = None,
 ) -> Iterator[RestoredTables]:
     """What is wanted of a save, and the files beside its tables.
 
@@ -73,6 +75,8 @@ def reading(
       replicas: of each shard the members that hold it, in the order in which to ask them.
       wanted: what to restore; by default every table and slot as a whole.
       timeout_secs: longest wait for a state to be held, and for each answer.
+      point: of the log above the save, if one is restored; see ``RowSource``. Members may be at
+        different marks below it.
 
     Raises:
       ServiceUnavailable: no replica of a shard that is needed holds the save in time.
@@ -87,7 +91,7 @@ def reading(
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(copiers, "deltackpt-copy"))
         pins = stack.enter_context(_Pins())
-        read = _Read(save, timeout_secs, pins, pool, buffers)
+        read = _Read(save, point, timeout_secs, pins, pool, buffers)
         askers = stack.enter_context(
             concurrent.futures.ThreadPoolExecutor(
                 min(len(needed), _SHARDS_AT_ONCE), "deltackpt-ask"
@@ -98,6 +102,7 @@ def reading(
             return read.shard(replicas[shard], work[shard], with_files=shard == needed[0])
 
         taken = list(askers.map(take, needed))
+        whole = point is not None and read.files is not None and read.at_point
         yield RestoredTables(
             buffers=buffers,
             layout=save.layout,
@@ -105,7 +110,8 @@ def reading(
             bytes_read=sum(copy.nbytes for copies in work for copy in copies),
             seconds=time.perf_counter() - started,
             source="service",
-            files=read.files,
+            files=read.files if point is None or whole else None,
+            point=whole,
         )
 
 
@@ -176,12 +182,16 @@ class _Read:
     def __init__(
         self,
         save: StoredSave,
+        point: LogPoint | None,
         timeout_secs: float,
         pins: _Pins,
         pool: concurrent.futures.Executor,
         buffers: dict[str, dict[str, dict[Box, np.ndarray]]],
     ):
         self._save = save
+        self._point = point
+        #: Whether all that was taken is of the point, and none below it.
+        self.at_point = True
         self._timeout_secs = timeout_secs
         self._end = time.monotonic() + timeout_secs
         self._pins = pins
@@ -203,6 +213,8 @@ class _Read:
                     pinned = self._pin(member, others=len(members) - number - 1)
                     if pinned.pin:
                         self._take(self._pins.add(member, pinned), copies, with_files)
+                        if not self._is_at_point(pinned):
+                            self.at_point = False
                         return pinned.chain
                     soon = soon or pinned.soon
                     refusal = self._refusal(member, pinned)
@@ -219,8 +231,14 @@ class _Read:
         """Asks a member to keep the state, and leaves some of the time to the others."""
         wanted = self._save.info.save_id
         left = max(_ASK_AGAIN_SECS, (self._end - time.monotonic()) / (1 + others))
-        call = calls.actor(member).pin.remote(wanted.run, wanted.step, wanted.attempt, left / 2)
+        call = calls.actor(member).pin.remote(
+            wanted.run, wanted.step, wanted.attempt, left / 2, protocol.plain_point(self._point)
+        )
         return protocol.unpacked(calls.answer(member, call, left), Pinned, str(member))
+
+    def _is_at_point(self, pinned: Pinned) -> bool:
+        wanted = self._point
+        return wanted is not None and (pinned.stretch, pinned.point) == wanted[:2]
 
     def _refusal(self, member: Member, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.held

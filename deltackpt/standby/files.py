@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files beside the tables of a step, held in memory: dense leaves, further items, digests.
+"""The files beside the tables of a state, held in memory: dense leaves, further items, digests.
 
-They are the bytes that storage has, checked against the step's digests when they are read, so that
-whoever gets them checks and decodes them as it would those of storage. Each step's lie in memory
-of their own, which is never written again: a reader may keep a mapping for as long as it wants.
+Those of a step are the bytes that storage has, checked against its digests when they are read, so
+that whoever gets them checks and decodes them as it would those of storage. What a point of the log
+has beside its tables is held as files, too. Each state's lie in memory of their own, which is never
+written again: a reader may keep a mapping for as long as it wants.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -38,7 +40,7 @@ class HeldFile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldFiles:
-    """The files of one step in memory.
+    """The files of one step, or point, in memory.
 
     Attributes:
       memory: that holds them.
@@ -88,16 +90,12 @@ def read(save: StoredSave, most_bytes: int) -> HeldFiles | None:
     wanted = digests.of_step(read_head, shown)
     lengths = {name: len(data) for name, data in heads.items()}
     lengths |= {name: digest.length for name, digest in wanted.items()}
-    ends = list(itertools.accumulate(lengths.values(), initial=0))
-    if ends[-1] > most_bytes:
+    held = _room(lengths, most_bytes)
+    if held is None:
         return None
-    index = tuple(
-        HeldFile(name, start, nbytes) for (name, nbytes), start in zip(lengths.items(), ends)
-    )
-    held = HeldFiles(SharedMemory(ends[-1]), index)
     try:
         held.memory.begin_write()
-        for file in index:
+        for file in held.index:
             out, at, name = held.array(file), step_dir / file.name, f"{shown}/{file.name}"
             with at.missing_is_damage(name):
                 at.store.read_into(at.key, 0, [out.data], whole=True)
@@ -109,3 +107,35 @@ def read(save: StoredSave, most_bytes: int) -> HeldFiles | None:
         held.close()
         raise
     return held
+
+
+def hold(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> HeldFiles | None:
+    """Holds files that were read.
+
+    Args:
+      contents: the bytes of each by its name.
+      most_bytes: longest that all of them may be.
+
+    Returns:
+      The files; None where they are longer.
+    """
+    views = {name: memoryview(data) for name, data in contents.items()}
+    held = _room({name: view.nbytes for name, view in views.items()}, most_bytes)
+    if held is None:
+        return None
+    held.memory.begin_write()
+    for file in held.index:
+        held.array(file)[:] = np.frombuffer(views[file.name], np.uint8)
+    held.memory.end_write()
+    return held
+
+
+def _room(lengths: Mapping[str, int], most_bytes: int) -> HeldFiles | None:
+    """Memory for files of some lengths; None where they are longer than they may be."""
+    ends = list(itertools.accumulate(lengths.values(), initial=0))
+    if ends[-1] > most_bytes:
+        return None
+    index = tuple(
+        HeldFile(name, start, nbytes) for (name, nbytes), start in zip(lengths.items(), ends)
+    )
+    return HeldFiles(SharedMemory(ends[-1]), index)

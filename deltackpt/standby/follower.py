@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follower: the newest committed state of some rows, merged in memory; a warm standby. No ray.
 
-It starts cold from a base and its deltas, and applies each further delta as it is committed. What a
-save holds is read, verified and decoded first; only then does the memory change, for as long as
+It starts cold from a base and its deltas, and applies each further delta as it is committed; where
+there is a log, the marks above the newest step, up to the newest point. What a save, or a mark,
+holds is read, verified and decoded first; only then does the memory change, for as long as
 copying the rows takes, so that a damaged save changes nothing. A new base of the same tables is
 compared with what is held, and changes only the rows that differ.
 
@@ -16,11 +17,9 @@ recommendation models" (thesis), where a loading process applies streamed rows t
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -28,60 +27,40 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from deltackpt.errors import (
+    DamagedLog,
     RestoreError,
     ServiceUnavailable,
     StepGone,
-    StorageError,
     TooLittleMemory,
     without_frames,
 )
-from deltackpt.format import names
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import merge, reader, saves
 from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import Read
+from deltackpt.reading.replay import DenseKept, SeenRows
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import LogPoint, Way
 from deltackpt.reading.targets import Targets
 from deltackpt.resources.memory import available_bytes
-from deltackpt.standby import files, shards
-from deltackpt.standby.difference import changed_rows
+from deltackpt.standby import files as held_files
+from deltackpt.standby import shards, work
+from deltackpt.standby.beside import Beside
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
+from deltackpt.standby.holding import Goal, Holding
+from deltackpt.standby.marks import Marks
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
-from deltackpt.storage.store import FileStore, Spot, Stamp
+from deltackpt.standby.publish import Publish
+from deltackpt.standby.work import Load
+from deltackpt.storage.store import Spot, Stamp
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
 #: So long a step that is not intact is not read again: it may be in the middle of being copied.
 _REFUSED_SECS = 30.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Holding:
-    """A state that is held.
-
-    Attributes:
-      chain: the saves that it was merged from, base first.
-      layout: its tables.
-      sequence: of the memory while it holds this state.
-      lag_secs: how long after the commit of the newest save it was there.
-      files: of the newest save, beside its tables; None where it has none that are covered by
-        digests, or they do not fit.
-    """
-
-    chain: tuple[SaveInfo, ...]
-    layout: Layout
-    sequence: int
-    lag_secs: float
-    files: HeldFiles | None
-
-    @property
-    def save(self) -> SaveInfo:
-        """The newest of its saves."""
-        return self.chain[-1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +95,7 @@ class Follower:
         shards: int = 1,
         memory_bytes: int | None = None,
         endpoint: str | None = None,
+        soft: bool = True,
     ):
         """Opens a directory, read-only; nothing is loaded yet.
 
@@ -126,6 +106,8 @@ class Follower:
           shards: of how many.
           memory_bytes: most memory to take; what the machine has by default.
           endpoint: address of the server of a bucket, where it is not the service's own.
+          soft: whether marks of the log without dense leaves are applied, too; a point that has
+            some is then soon gone.
 
         Raises:
           StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
@@ -133,6 +115,7 @@ class Follower:
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
+        self._marks, self._dense = Marks(self._root, item, soft=soft), DenseKept()
         self._gate = Gate()
         self._tables: _Tables | None = None
         self._holding: Holding | None = None
@@ -174,37 +157,49 @@ class Follower:
           TooLittleMemory: the rows do not fit.
           StorageError: the directory cannot be read.
         """
+        self._marks.look()
         failure: RestoreError | None = None
-        steps = sorted(self._root.steps(), reverse=True)
+        steps = {*self._root.steps()}
         self._refused = {
             stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
         }
-        for step in steps:
+        taken = False
+        while steps:
+            way = self._marks.way(steps)
+            step = max(steps) if way is None else way.step.step
             step_dir = self._root.at(step)
             found = step_dir.stamp()
             if found is None:
+                steps.remove(step)
                 continue
             stamp = str(step), found
-            if stamp == self._seen and self._holding is not None:
-                self._health = "follows" if failure is None else f"follows; {failure}"
-                return False
             until, problem = self._refused.get(stamp, (0.0, None))
             if problem is not None and time.monotonic() < until:
                 failure = failure or problem
+                steps.remove(step)
                 continue
             try:
-                with saves.standing(step_dir):
-                    taken = self._take(step_dir)
+                if stamp != self._seen or not self._is_at(way):
+                    with saves.standing(step_dir):
+                        taken = self._take(step_dir, way) or taken
             except StepGone as error:
                 failure = failure or without_frames(error)
+                steps.remove(step)
+                continue
+            except DamagedLog as error:
+                assert way is not None
+                self._marks.refuse(way, error)
                 continue
             except RestoreError as error:
                 self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
                 failure = failure or error
+                steps.remove(step)
                 continue
             self._seen = stamp
-            self._health = "follows" if failure is None else f"follows; {failure}"
-            return taken
+            if self._is_at(way):  # Else the step had to be loaded first.
+                told = failure or self._marks.problem(step if way is None else way.point.step)
+                self._health = "follows" if told is None else f"follows; {told}"
+                return taken
         if failure is not None:
             raise failure
         self._health = "waits for a first step"
@@ -214,10 +209,18 @@ class Follower:
         """Newest committed step on disk, None where there is none."""
         return self._root.newest_step()
 
-    def pin(self, save_id: SaveId, timeout_secs: float) -> tuple[int, Holding]:
+    def pin(
+        self, save_id: SaveId, timeout_secs: float, point: LogPoint | None = None
+    ) -> tuple[int, Holding]:
         """Keeps a state for ``gate.PIN_SECS``, or until ``unpin``.
 
         Memory that is mapped meanwhile by a reader on this machine is left to it.
+
+        Args:
+          save_id: of the step.
+          timeout_secs: longest wait.
+          point: above the step, if one is wanted: then one that all marks from the step to the
+            point can be replayed onto, ``Holding.point`` says which, may be kept in its place.
 
         Raises:
           ServiceUnavailable: it is not held, and was not within the timeout; ``found`` in the
@@ -225,16 +228,20 @@ class Follower:
         """
         pin = self._gate.pin(timeout_secs)
         holding = self._holding
-        if pin is not None and holding is not None and holding.save.save_id == save_id:
+        if pin is not None and holding is not None and holding.serves(save_id, point):
             assert self._tables is not None
             self._tables.memory.hand_over()
             return pin, holding
         if pin is not None:
             self._gate.unpin(pin)
-        found = self._health if holding is None else f"save id {holding.save.save_id}"
+        wanted = f"save id {save_id}" if point is None else f"{point} above save id {save_id}"
+        found = self._health
+        if holding is not None:
+            above = "" if holding.point is None else f"{holding.point} above "
+            found = f"{above}save id {holding.save.save_id}"
         raise ServiceUnavailable(
-            f"shard {self._shard} of {self._shards}: expected it to hold save id {save_id}, found "
-            f"{found}; restore from storage, or wait"
+            f"shard {self._shard} of {self._shards}: expected it to hold {wanted}, found {found}; "
+            "restore from storage, or wait"
         )
 
     def renew(self, pin: int) -> bool:
@@ -284,20 +291,171 @@ class Follower:
             "found none; restore from storage"
         )
 
-    def _take(self, step_dir: Spot) -> bool:
-        """Makes a step the state that is held; False where it is that already."""
-        newest = saves.read_save(step_dir, self._item)
+    def _is_at(self, way: Way | None) -> bool:
+        """Whether a point is held, or, without one, a step and no point."""
         held = self._holding
-        if held is not None and held.save.save_id == newest.info.save_id:
+        if held is None or way is None:
+            return held is not None and held.point is None
+        return held.is_at(way.step, way.point)
+
+    def _take(self, step_dir: Spot, way: Way | None) -> bool:
+        """Makes a step, or a point above it, what is held; False where it is that already.
+
+        Where the step has to be loaded into fresh memory, it is, and nothing else yet.
+        """
+        newest = saves.read_save(step_dir, self._item)
+        if way is not None and way.step != newest.info.save_id:
+            raise saves.gone(step_dir)
+        full = None if way is None else self._marks.full(way)
+        goal = Goal(save=newest, way=way, full=full)
+        held = self._holding
+        if held is not None and held.is_at(goal.save_id, goal.point):
             return False
-        beside = files.read(newest, self._bytes_beside(newest.layout))
-        try:
-            self._take_save(newest, beside)
-        except BaseException:
-            if beside is not None:
-                beside.close()
-            raise
+        further = None if held is None else self._further(goal, held)
+        if held is not None and further is not None:
+            try:
+                if self._apply(further[0], held.chain, further[1], goal):
+                    return True
+            except DamagedLog:
+                raise
+            except RestoreError as error:
+                saves.raise_if_removed(further[0], error)
+                base = saves.read_chain(step_dir, self._item)[0]
+                if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
+                    raise
+                # A base was compacted meanwhile that stands for what is damaged, or nothing is
+                # held any more.
+        chain = saves.read_chain(step_dir, self._item)
+        saves.read_whole(chain, lambda found: self._take_chain(found, goal))
         return True
+
+    def _further(self, goal: Goal, held: Holding) -> tuple[list[StoredSave], Way | None] | None:
+        """The saves and marks to be added to what is held; None where it is not gone on from."""
+        further = work.since(goal.save, held)
+        if further is None or held.point is None:
+            return None if further is None else (further, goal.way)
+        rest = None if goal.way is None else goal.way.after(held.point)
+        if rest is not None:
+            # Above another step all its marks are applied: it may have other bits of their rows.
+            return further, goal.way if further else rest
+        if further and self._marks.leads_to(goal.save_id, held.point):
+            return further, goal.way
+        return None
+
+    def _take_chain(self, chain: Sequence[StoredSave], goal: Goal) -> None:
+        held = self._holding
+        if held is not None and held.layout == chain[-1].layout == chain[0].layout:
+            self._apply(chain, (), goal.way, goal)
+        else:
+            self._load(chain)
+
+    def _load(self, chain: Sequence[StoredSave]) -> None:
+        """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
+        goal = Goal(save=chain[-1], way=None, full=None)
+        self._health = f"loads step {goal.save_id.step}"
+        infos = tuple(save.info for save in chain)
+        lossless = work.are_lossless(chain, None)
+        with self._beside(goal) as beside:
+            tables = self._tables
+            if tables is not None and tables.layout == goal.save.layout:
+                with self._changing(tables) as publish:
+                    reader.fill(chain, publish.targets)
+                    publish(infos, goal, beside, lossless=lossless)
+                return
+            tables = self._new_tables(goal.save.layout, previous=self.nbytes)
+            try:
+                reader.fill(chain, tables.targets)
+            except BaseException:
+                tables.memory.close()
+                raise
+            with self._changing(tables) as publish:
+                publish(infos, goal, beside, lossless=lossless)
+
+    def _apply(
+        self,
+        further: Sequence[StoredSave],
+        before: tuple[SaveInfo, ...],
+        marks: Way | None,
+        goal: Goal,
+    ) -> bool:
+        """Adds saves of the same tables and marks to what is held, and makes it what is wanted.
+
+        Args:
+          further: the saves, oldest first.
+          before: what of the held chain they go on from; nothing where the first is a base.
+          marks: to be applied after the saves: all of the way, or what is left of it.
+          goal: what it then is.
+
+        Returns:
+          Whether it is; False where rows of marks would stay, with other bits than the saves have,
+          and nothing has changed.
+        """
+        tables, held = self._tables, self._holding
+        assert tables is not None
+        if not before:
+            work_of = [reader.pieces(save, tables.targets) for save in further]
+            reader.check_covered(further, tables.targets, work_of)
+        seen, found_rows = SeenRows(tables.layout), SeenRows(tables.layout)
+        lossless = work.are_lossless(further, marks) and (
+            not before or (held is not None and held.lossless)
+        )
+        # Callers name more rows to the log than were touched, whose bits a lossy codec changes.
+        to_go = None if lossless or not (before and further) else held and held.replayed
+
+        def loads(seen: SeenRows) -> Iterator[Load]:
+            return work.loads(further, marks, tables.targets, tables.layout, seen)
+
+        staged: list[RowBlock] = []
+        staged_bytes = 0
+        with contextlib.ExitStack() as stack:
+            beside = stack.enter_context(self._beside(goal))
+            publish = None
+            for number, load in enumerate(loads(seen)):
+                found = load()
+                staged += found
+                staged_bytes += sum(one.nbytes for one in found)
+                found_rows.add_blocks(found if to_go is not None else ())
+                if staged_bytes <= tables.staging_bytes:
+                    continue
+                if publish is None:
+                    # The rest does not fit beside what is held: it is verified before that
+                    # begins to change, and read again.
+                    unused = SeenRows(tables.layout)
+                    for later in itertools.islice(loads(unused), number + 1, None):
+                        found_rows.add_blocks(later())
+                    if to_go is not None and to_go.has_more_than(found_rows, tables.targets):
+                        return False
+                    publish = stack.enter_context(self._changing(tables, beside.files))
+                _merge(staged, publish.targets)
+                staged, staged_bytes = [], 0
+            if publish is None and to_go is not None:
+                if to_go.has_more_than(found_rows, tables.targets):
+                    return False
+            if held is not None and held.replayed is not None and marks is not goal.way:
+                seen = seen.or_those_of(held.replayed)
+            beside.complete(seen, tables.layout)
+            publish = publish or stack.enter_context(self._changing(tables, beside.files))
+            _merge(staged, publish.targets)
+            chain = (*before, *(save.info for save in further))
+            publish(chain, goal, beside, seen, lossless=lossless)
+        return True
+
+    @contextlib.contextmanager
+    def _beside(self, goal: Goal) -> Iterator[Beside]:
+        """Files beside the tables; those that are held in the end are kept, others let go."""
+        held, most_bytes = self._holding, self._bytes_beside(goal.save.layout)
+        files = None
+        if held is not None and held.is_beside(goal):
+            files = held.files
+        elif goal.full is None:
+            files = held_files.read(goal.save, most_bytes)
+        beside = Beside(goal, files, most_bytes, self._dense)
+        try:
+            yield beside
+        finally:
+            held = self._holding
+            if beside.files is not None and (held is None or held.files is not beside.files):
+                beside.files.close()
 
     def _bytes_beside(self, layout: Layout) -> int:
         """How much memory may be taken for what is no row."""
@@ -307,96 +465,14 @@ class Follower:
             return available_bytes() - wanted
         return self._memory_bytes - _needed(shards.nbytes(regions))
 
-    def _take_save(self, newest: StoredSave, beside: HeldFiles | None) -> None:
-        held, step_dir = self._holding, newest.step_dir
-        further = _since(newest, held) if held is not None else None
-        if held is not None and further is not None:
-            try:
-                self._apply(further, held.chain, beside)
-                return
-            except RestoreError as error:
-                saves.raise_if_removed(further, error)
-                base = saves.read_chain(step_dir, self._item)[0]
-                if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
-                    raise
-                # A base was compacted meanwhile that stands for what is damaged, or nothing is
-                # held any more.
-        chain = saves.read_chain(step_dir, self._item)
-        saves.read_whole(chain, lambda found: self._take_chain(found, beside))
-
-    def _take_chain(self, saves: Sequence[StoredSave], beside: HeldFiles | None) -> None:
-        held = self._holding
-        if held is not None and held.layout == saves[-1].layout == saves[0].layout:
-            self._apply(saves, (), beside)
-        else:
-            self._load(saves, beside)
-
-    def _load(self, saves: Sequence[StoredSave], beside: HeldFiles | None) -> None:
-        """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
-        newest = saves[-1]
-        self._health = f"loads step {newest.info.save_id.step}"
-        chain = tuple(save.info for save in saves)
-        tables = self._tables
-        if tables is not None and tables.layout == newest.layout:
-            with self._changing(tables) as publish:
-                reader.fill(saves, publish.tables.targets)
-                publish(chain, newest.step_dir, beside)
-            return
-        tables = self._new_tables(newest.layout, previous=self.nbytes)
-        try:
-            reader.fill(saves, tables.targets)
-        except BaseException:
-            tables.memory.close()
-            raise
-        with self._changing(tables) as publish:
-            publish(chain, newest.step_dir, beside)
-
-    def _apply(
-        self,
-        saves: Sequence[StoredSave],
-        before: tuple[SaveInfo, ...],
-        beside: HeldFiles | None,
-    ) -> None:
-        """Adds saves of the same tables to what is held, and makes the last the one that is.
+    @contextlib.contextmanager
+    def _changing(self, tables: _Tables, kept: HeldFiles | None = None) -> Iterator[Publish]:
+        """Within, the memory may change; what is published at the end is held afterwards.
 
         Args:
-          saves: oldest first.
-          before: what of the held chain they go on from; nothing where the first is a base.
-          beside: the files of the last.
+          tables: whose memory.
+          kept: files that are held now, and go on to be.
         """
-        tables = self._tables
-        assert tables is not None
-        chain = (*before, *(save.info for save in saves))
-        if not before:
-            work = [reader.pieces(save, tables.targets) for save in saves]
-            reader.check_covered(saves, tables.targets, work)
-        staged: list[RowBlock] = []
-        staged_bytes = 0
-        with contextlib.ExitStack() as stack:
-            publish = None
-            for number, (save, piece) in enumerate(_work(saves, tables.targets)):
-                found = _found(piece, compare=save.info.kind == "base")
-                staged += found
-                staged_bytes += sum(one.nbytes for one in found)
-                if staged_bytes <= tables.staging_bytes:
-                    continue
-                if publish is None:
-                    # The rest does not fit beside what is held: it is verified before that
-                    # begins to change, and read again.
-                    for _, later in itertools.islice(
-                        _work(saves, tables.targets), number + 1, None
-                    ):
-                        collections.deque(later.load(), maxlen=0)
-                    publish = stack.enter_context(self._changing(tables))
-                _merge(staged, publish.tables.targets)
-                staged, staged_bytes = [], 0
-            publish = publish or stack.enter_context(self._changing(tables))
-            _merge(staged, publish.tables.targets)
-            publish(chain, saves[-1].step_dir, beside)
-
-    @contextlib.contextmanager
-    def _changing(self, tables: _Tables) -> Iterator[_Publish]:
-        """Within, the memory may change; what is published at the end is held afterwards."""
         with self._gate.writing():
             if not tables.memory.begin_write():
                 # The old memory is its reader's now.
@@ -404,8 +480,8 @@ class Follower:
                 copy.memory.copy_from(tables.memory)
                 tables = copy
             previous, self._tables = self._tables, tables
-            self._end_holding()
-            publish = _Publish(tables)
+            self._end_holding(kept)
+            publish = Publish(tables.targets)
             try:
                 yield publish
             finally:
@@ -413,17 +489,12 @@ class Follower:
                     # Only now: rows may still be compared with it.
                     previous.memory.close()
             tables.memory.end_write()
-            self._holding = Holding(
-                chain=publish.chain,
-                layout=tables.layout,
-                sequence=tables.memory.sequence,
-                lag_secs=max(0.0, time.time() - publish.committed_secs),
-                files=publish.beside,
-            )
+            self._holding = publish.holding(tables.memory.sequence)
 
-    def _end_holding(self) -> None:
-        if self._holding is not None and self._holding.files is not None:
-            self._holding.files.close()
+    def _end_holding(self, kept: HeldFiles | None = None) -> None:
+        held = None if self._holding is None else self._holding.files
+        if held is not None and held is not kept:
+            held.close()
         self._holding = None
 
     def _new_tables(self, layout: Layout, previous: int) -> _Tables:
@@ -472,72 +543,9 @@ class Follower:
                 previous.memory.close()
 
 
-class _Publish:
-    """Called once with what the memory of ``tables``, which may be a copy, holds now."""
-
-    def __init__(self, tables: _Tables):
-        self.tables = tables
-        self.chain: tuple[SaveInfo, ...] = ()
-        self.committed_secs = 0.0
-        self.beside: HeldFiles | None = None
-
-    def __call__(
-        self, chain: tuple[SaveInfo, ...], step_dir: Spot, beside: HeldFiles | None
-    ) -> None:
-        self.chain, self.beside = chain, beside
-        # It may have been removed meanwhile.
-        with contextlib.suppress(OSError, RestoreError, ValueError):
-            if isinstance(step_dir.store, FileStore):
-                # The rename that committed the step.
-                self.committed_secs = os.stat(step_dir).st_ctime
-            else:
-                # When it was made; it came to the bucket later.
-                told = json.loads((step_dir / names.STEP_METADATA).read())
-                self.committed_secs = told["commit_timestamp_nsecs"] / 1e9
-
-
 def _needed(wanted: int) -> int:
     """Bytes for rows and for what is on the way to them."""
     return wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
-
-
-def _since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
-    """The saves after the one that is held, oldest first; None where it is none of their parents.
-
-    Only its children may be added to what is held. A delta against an earlier save has every row
-    that was touched since, but for a training that went back in memory: rows that are held may
-    then be of moments that were given up. Where parents do not fit together, reading the whole
-    chain will say so.
-    """
-    found = [newest]
-    while found[-1].layout == held.layout:
-        save_id, parent = found[-1].info.save_id, found[-1].info.parent
-        if parent is None or parent.save_id.step >= save_id.step:
-            return None
-        if parent.save_id == held.save.save_id:
-            return found[::-1]
-        try:
-            save = saves.read_save(newest.step_dir.parent / parent.step_dir, newest.item)
-        except (RestoreError, StorageError):
-            return None
-        if save.info.save_id != parent.save_id:
-            return None
-        found.append(save)
-    return None
-
-
-def _work(saves: Sequence[StoredSave], targets: Targets) -> Iterator[tuple[StoredSave, Read]]:
-    """The pieces of saves in their order; the row numbers of one save are in memory at a time."""
-    for save in saves:
-        for piece in reader.pieces(save, targets):
-            yield save, piece
-
-
-def _found(piece: Read, *, compare: bool) -> list[RowBlock]:
-    """The rows of a piece, or those that differ from what is held."""
-    first, *beside = piece.load()
-    # What is beside replaces rows of the first block, which may be among those that differ.
-    return [*(changed_rows(first, piece.targets) if compare else [first]), *beside]
 
 
 def _merge(staged: Sequence[RowBlock], targets: Targets) -> None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a point is beside its tables, as files: whoever holds it hands them over like a step's.
+
+The rows that its marks hold are bits, by table: restores keep their numbers for the next deltas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format.manifest import Layout
+from deltackpt.reading.replay import LoggedDense, LoggedState
+
+_VALUES, _FILES, _BYTES, _JSON, _ROWS = "values/", "files/", "bytes/", "json/", "rows/"
+
+
+def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview]:
+    """The files of a point, by their names.
+
+    Args:
+      state: of the point.
+      layout: its tables.
+    """
+    found: dict[str, bytes | memoryview] = {}
+    found |= {_VALUES + key: data for key, data in state.dense.values.items()}
+    found |= {_FILES + name: data for name, data in state.dense.files.items()}
+    for name, item in state.items.items():
+        if isinstance(item, bytes):
+            found[_BYTES + name] = item
+        else:
+            found[_JSON + name] = json.dumps(item).encode()
+    for table in layout.tables:
+        held = np.zeros(table.rows, bool)
+        held[state.rows[table.name]] = True
+        found[_ROWS + table.name] = np.packbits(held).data
+    return found
+
+
+def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
+    """What ``to_files`` was given.
+
+    Args:
+      files: the bytes of each; they may be read for as long as the result is.
+      layout: the tables of the point.
+
+    Raises:
+      Damaged: one is missing, or too short.
+    """
+    rows = {}
+    for table in layout.tables:
+        name = _ROWS + table.name
+        if name not in files:
+            raise Damaged(name, "a file of the point in memory", "none")
+        bits = files[name]
+        if len(bits) != -(-table.rows // 8):
+            raise Damaged(name, f"a bit for each of {table.rows} rows", f"{len(bits)} bytes")
+        rows[table.name] = np.flatnonzero(np.unpackbits(bits, count=table.rows))
+    items: dict[str, Any] = {name: bytes(data) for name, data in _below(files, _BYTES).items()}
+    items |= {name: json.loads(bytes(data)) for name, data in _below(files, _JSON).items()}
+    dense = LoggedDense(_below(files, _VALUES), _below(files, _FILES))
+    return LoggedState(dense, items, rows)
+
+
+def _below(files: Mapping[str, np.ndarray], folder: str) -> dict[str, memoryview]:
+    return {
+        name.removeprefix(folder): data.data
+        for name, data in files.items()
+        if name.startswith(folder)
+    }

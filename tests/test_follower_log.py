@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A follower of a root with a log: it holds what a restore would give, or says why not.
+
+The machine is that of the log (``test_log_invariants``), with followers that look in between:
+whatever is logged, saved, failed, torn, killed and restored, they hold the bits of exactly the step
+and the point that they name, and in the end the newest ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import model
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import initialize, rule
+from test_follower import held_regions, in_state
+from test_log_invariants import LogMachine
+
+import deltackpt
+from deltackpt import touched
+from deltackpt.errors import RestoreError, ServiceUnavailable, StorageError
+from deltackpt.format.manifest import SaveId
+from deltackpt.reading import point_files, reader, replay, saves
+from deltackpt.reading.reader import RestoredTables
+from deltackpt.reading.stretches import LogPoint, Logs, newest_way
+from deltackpt.reading.targets import empty_buffers, targets_of
+from deltackpt.standby import follower as follower_module
+from deltackpt.standby import marks as marks_module
+from deltackpt.standby.follower import Follower
+from deltackpt.storage.store import spot
+
+
+def logs_of(root: Path) -> Logs:
+    return Logs(spot(root / "log"))
+
+
+def from_storage(root: Path, save_id: SaveId, point: LogPoint | None) -> RestoredTables:
+    """What a restore from storage makes of a step, and of a point above it."""
+    found = reader.restore_tables(saves.read_chain(root / str(save_id.step)))
+    assert found.chain[-1].save_id == save_id
+    if point is not None:
+        way = logs_of(root).read().way(point, save_id)
+        assert way is not None
+        replay.replay(way, targets_of(found.buffers, found.layout), found.layout)
+    return found
+
+
+def assert_holds_storage(one: Follower, root: Path) -> None:
+    """The rows that it holds are those of the step and point that it names."""
+    holding = one.holding
+    assert holding is not None
+    expected = from_storage(root, holding.save.save_id, holding.point).fields
+    for table, field, first, rows in held_regions(one):
+        same = expected[table][field][first : first + len(rows)]
+        assert rows.tobytes() == same.tobytes(), (table, field, holding.point)
+    if holding.point is None or holding.files is None or holding.files_of != holding.point:
+        return
+    way = logs_of(root).read().way(holding.point, holding.save.save_id)
+    assert way is not None
+    files = {file.name: holding.files.array(file) for file in holding.files.index}
+    found = point_files.state_of(files, holding.layout)
+    assert found.items == replay.items_of(way)
+    dense = replay.dense_of(way)
+    assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
+    targets = targets_of({}, holding.layout)
+    rows = replay.replay(way, targets, holding.layout).rows
+    assert {name: held.tolist() for name, held in found.rows.items()} == {
+        name: held.tolist() for name, held in rows.items()
+    }
+
+
+def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
+    """It holds the newest step, or point, that a restore from storage would choose."""
+    steps = {}
+    for path in root.iterdir():
+        if path.name.isdecimal():
+            steps[int(path.name)] = saves.read_info(path, "embeddings").save_id
+    way = newest_way(logs_of(root).read(), steps, soft=soft)
+    assert one.holding is not None
+    held = one.holding.save.save_id, one.holding.point
+    assert held == ((steps[max(steps)], None) if way is None else (way.step, way.point))
+
+
+class FollowedMachine(LogMachine):
+    """Drives a trainer as before; followers look at what it leaves."""
+
+    @initialize(pieces=st.booleans())
+    def follow(self, pieces):
+        self.followers = {}
+        self.patches = contextlib.ExitStack()
+        if pieces:
+            for name, value in (("_LEAST_STAGING_BYTES", 100), ("_STAGING_SHARE", 0.0)):
+                self.patches.enter_context(mock.patch.object(follower_module, name, value))
+        # What was torn is looked at again at once.
+        for module in (marks_module, follower_module):
+            self.patches.enter_context(mock.patch.object(module, "_REFUSED_SECS", 0.0))
+
+    def teardown(self):
+        super().teardown()
+        self.patches.close()
+
+    def open(self, root):
+        if self.manager is not None:
+            # Followers see the same place, whatever happens to the trainer.
+            root = root.rename(self.folder / "0")
+        super().open(root)
+
+    def opened(self, shard, soft):
+        key = shard, soft
+        if key not in self.followers:
+            with contextlib.suppress(StorageError):
+                self.followers[key] = Follower(
+                    self.root, item="embeddings", shard=shard[0], shards=shard[1], soft=soft
+                )
+        return self.followers.get(key)
+
+    @rule(shard=st.sampled_from([(0, 1), (1, 2), (5, 7)]), soft=st.booleans())
+    def look(self, shard, soft):
+        one = self.opened(shard, soft)
+        if one is not None:
+            self.advance(one)
+
+    @rule(soft=st.booleans())
+    def look_when_all_is_written(self, soft):
+        self.quietly(self.manager.wait)
+        self.quietly(self.manager.wait_logged)
+        for shard in ((0, 1), (1, 2), (5, 7)):
+            one = self.opened(shard, soft)
+            if one is not None and self.advance(one) and one.health == "follows":
+                assert_newest(one, self.root, soft=soft)
+
+    def advance(self, one) -> bool:
+        """Whether it holds something; the trainer writes no step meanwhile that replaces it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.quietly(self.manager.wait)
+            with contextlib.suppress(RestoreError):
+                one.advance()
+        if one.holding is None:
+            return False
+        # Marks that were trimmed cannot be read again, and are in no step that it has seen yet.
+        with contextlib.suppress(FileNotFoundError):
+            if one.holding.point is None or one.holding.point in logs_of(self.root).read().points():
+                assert_holds_storage(one, self.root)
+        return True
+
+
+TestFollowed = FollowedMachine.TestCase
+TestFollowed.settings = settings(
+    max_examples=15,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[*HealthCheck],
+)
+
+
+# One thing after the other.
+
+
+class Trainer:
+    """A manager with a log, and the states that were given to it."""
+
+    def __init__(self, root: Path, codec="raw", policy=None, durability="process", **log):
+        self.root = root
+        how = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=codec)
+        self.manager = deltackpt.CheckpointManager(
+            root,
+            handlers={"embeddings": how},
+            options=deltackpt.ManagerOptions(
+                deltas=deltackpt.DeltaOptions(policy=policy or deltackpt.Consecutive()),
+                writes=deltackpt.WriteOptions(durability=durability),
+                log=deltackpt.LogOptions(**log),
+            ),
+        )
+        self.state = model.initial()
+        self.touched = model.new_touched(self.state)
+        self.step = 0
+        self.states: dict[int, dict] = {}
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.manager.close()
+
+    def train(self) -> dict[str, np.ndarray]:
+        self.step += 1
+        self.state, ids = model.move(self.state, 1000 * len(self.states) + self.step)
+        self.touched = touched.mark(self.touched, ids)
+        self.states[self.step] = self.state
+        return {name: np.unique(rows) for name, rows in ids.items()}
+
+    def log(self, **options) -> None:
+        self.train()
+        self.mark(**options)
+
+    def mark(self, **options) -> None:
+        self.manager.log(
+            self.step, self.state, touched=self.touched, items={"at": self.step}, **options
+        )
+        self.manager.wait_logged()
+
+    def save(self) -> None:
+        self.train()
+        self.manager.save(self.step, self.state, touched=self.touched)
+        self.manager.wait()
+
+    def go_on_from(self, step: int, **options) -> None:
+        found = self.manager.restore(step, self.state, **options)
+        self.state, self.touched, self.step = found.state, found.touched, found.step
+
+    @property
+    def segment(self) -> Path:
+        return max(self.root.glob("log/*/0/*.seg"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def opened(root: Path, **options) -> Follower:
+    return Follower(root, item="embeddings", **options)
+
+
+def assert_at(one: Follower, trainer: Trainer, step: int, above: int | None) -> None:
+    """It holds the state of a step: the point above another one, or the step itself."""
+    holding = one.holding
+    assert holding is not None
+    found = None if holding.point is None else holding.point.step
+    assert (holding.save.save_id.step, found) == ((step, None) if above is None else (above, step))
+    expected = in_state(trainer.states[step])
+    for table, field, first, rows in held_regions(one):
+        same = expected[table][field][first : first + len(rows)]
+        assert rows.tobytes() == same.tobytes(), (table, field)
+    assert_holds_storage(one, trainer.root)
+
+
+def test_marks_are_applied_as_they_are_written(tmp_path):
+    with Trainer(tmp_path, dense_every=3) as trainer:
+        trainer.save()
+        one, full = opened(tmp_path), opened(tmp_path, soft=False)
+        for _ in range(7):
+            trainer.log()
+            assert one.advance()
+            assert_at(one, trainer, trainer.step, above=1)
+            assert one.health == "follows" and one.holding.lag_secs < 60
+            is_full = full.advance() and full.holding.point is not None
+            assert is_full == (trainer.step in (4, 7))
+            assert not one.advance() and not full.advance()
+        assert one.holding.files_of == full.holding.point
+        assert_at(full, trainer, full.holding.point.step, above=1)
+        # The next step is above all of them.
+        trainer.save()
+        for each in (one, full):
+            assert each.advance()
+            assert_at(each, trainer, trainer.step, above=None)
+
+
+def test_a_step_that_is_committed_below_the_held_point_takes_nothing_back(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        trainer.log()
+        trainer.train()
+        trainer.manager.save(3, trainer.state, touched=trainer.touched)
+        trainer.log()
+        one.advance()
+        trainer.manager.wait()
+        seen = []
+        real = follower_module.Publish.holding
+
+        def holding(self, sequence):
+            seen.append(real(self, sequence))
+            return seen[-1]
+
+        with mock.patch.object(follower_module.Publish, "holding", holding):
+            one.advance()
+        assert all(found.point is not None and found.point.step == 4 for found in seen)
+        assert_at(one, trainer, 4, above=3)
+
+
+@pytest.mark.parametrize("to", [3, 1], ids=["point", "step"])
+def test_marks_that_training_left_are_given_up(tmp_path, to):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        for _ in range(4):
+            trainer.log()
+    one = opened(tmp_path)
+    one.advance()
+    assert_at(one, trainer, 5, above=1)
+    with Trainer(tmp_path) as last:
+        last.states, last.state = trainer.states, trainer.state
+        last.go_on_from(to)
+        for _ in range(2):
+            last.log()
+            assert one.advance()
+            assert_at(one, last, last.step, above=1)
+
+
+def test_a_mark_that_becomes_void_after_it_was_applied_is_taken_back(tmp_path):
+    """It was written, and seen, and could not be forced: nobody may count on it."""
+    with Trainer(tmp_path, durability="power") as trainer:
+        trainer.save()
+        trainer.log()
+        one = opened(tmp_path)
+        one.advance()
+        real, applied = os.fdatasync, []
+
+        def refuses(descriptor):
+            if not applied:
+                one.advance()
+                applied.append(one.holding.point.step)
+                raise OSError(5, "injected")
+            return real(descriptor)
+
+        trainer.train()
+        with mock.patch.object(os, "fdatasync", refuses), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.manager.log(3, trainer.state, touched=trainer.touched)
+            with contextlib.suppress(deltackpt.errors.LogFailed):
+                trainer.manager.wait_logged()
+            assert applied == [3]
+            trainer.log()
+        one.advance()
+        assert_at(one, trainer, 4, above=1)
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_a_damaged_mark_is_not_applied_and_is_told_until_a_step_is_above_it(tmp_path, where):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        one = opened(tmp_path)
+        one.advance()
+        trainer.log()
+        [era] = logs_of(tmp_path).read().eras
+        frame = era.processes[0].log.marks[-1].frames[0]
+        data = bytearray(trainer.segment.read_bytes())
+        data[frame.start + (1 if where == "body" else -1)] ^= 1
+        trainer.segment.write_bytes(data)
+        trainer.log()
+        assert not one.advance()
+        assert_at(one, trainer, 2, above=1)
+        assert ".seg, frame" in one.health
+        assert not one.advance() and ".seg, frame" in one.health
+        trainer.save()
+        assert one.advance() and one.health == "follows"
+        assert_at(one, trainer, 5, above=None)
+        trainer.log()
+        assert one.advance() and one.health == "follows"
+        assert_at(one, trainer, 6, above=5)
+
+
+def test_a_mark_that_is_written_only_in_part_is_waited_for(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        start = trainer.segment.stat().st_size
+        trainer.log()
+        whole = trainer.segment.read_bytes()
+        one = opened(tmp_path)
+        for end in (start, (start + len(whole)) // 2, len(whole) - 1):
+            trainer.segment.write_bytes(whole[:end])
+            one.advance()
+            assert_at(one, trainer, 2, above=1)
+            assert one.health == "follows"
+        trainer.segment.write_bytes(whole)
+        assert one.advance()
+        assert_at(one, trainer, 3, above=1)
+
+
+def test_a_head_that_cannot_be_read_leaves_the_step(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+    one = opened(tmp_path)
+    one.advance()
+    [head] = tmp_path.glob("log/*.msgpack")
+    whole = head.read_bytes()
+    head.write_bytes(whole[:-1])
+    assert one.advance()
+    assert one.holding.point is None and "0.msgpack" in one.health
+    head.write_bytes(whole)
+    assert one.advance() and one.health == "follows"
+    assert_at(one, trainer, 2, above=1)
+
+
+def test_rows_that_a_lossy_log_has_and_the_next_step_lacks_are_those_of_the_step(tmp_path):
+    """More ids than were touched are given: their rows are encoded, and no delta has them."""
+    with Trainer(tmp_path, codec=deltackpt.CodecChoice(delta="int8", base="raw")) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        ids = trainer.train()
+        more = {name: np.union1d(rows, np.arange(5)) for name, rows in ids.items()}
+        trainer.mark(ids=more)
+        assert one.advance() and one.holding.point is not None
+        assert_holds_storage(one, tmp_path)
+        trainer.save()
+        assert one.advance() and one.holding.point is None
+        assert_holds_storage(one, tmp_path)
+
+
+# Restores from what it holds.
+
+
+class Source:
+    """A follower of all rows as a ``RowSource``."""
+
+    def __init__(self, follower: Follower):
+        self.follower = follower
+
+    @contextlib.contextmanager
+    def tables(self, save, wanted, *, timeout_secs, point=None):
+        pin, holding = self.follower.pin(save.info.save_id, timeout_secs, point)
+        buffers, targets = empty_buffers(save.layout, wanted)
+        for target in targets.all:
+            for table in save.layout.tables:
+                start = max(table.offset, target.rows[0])
+                stop = min(table.offset + table.rows, target.rows[1])
+                if table.group == target.group and start < stop:
+                    rows = self.follower.read(pin, target.group, target.field, start, stop)
+                    target.buffer[start - target.rows[0] : stop - target.rows[0]] = rows
+        whole = point is not None and holding.point == point
+        files = None
+        if holding.files is not None and (point is None or whole):
+            held = holding.files
+            files = {file.name: held.array(file).copy() for file in held.index}
+        yield RestoredTables(
+            buffers=buffers,
+            layout=save.layout,
+            chain=holding.chain,
+            bytes_read=0,
+            seconds=0.0,
+            source="service",
+            files=files,
+            point=whole,
+        )
+        self.follower.unpin(pin)
+
+
+@pytest.mark.parametrize("dense", ["whole", "xor"])
+@pytest.mark.parametrize("policy", [deltackpt.Consecutive(), deltackpt.OneShot()])
+def test_a_point_is_restored_from_what_is_held_and_nothing_is_replayed(tmp_path, policy, dense):
+    with Trainer(tmp_path, policy=policy, dense=dense) as trainer:
+        trainer.save()
+        for _ in range(3):
+            trainer.log()
+    one = opened(tmp_path)
+    one.advance()
+    with Trainer(tmp_path, policy=policy) as last:
+        nothing = mock.patch.object(replay, "replay", side_effect=AssertionError("it is replayed"))
+        with nothing:
+            found = last.manager.restore_latest(trainer.state, service=Source(one))
+        assert found.service_error is None
+        assert (found.step, found.source, found.items) == (4, ("service",), {"at": 4})
+        model.assert_same(found.state, trainer.states[4])
+        # The rows of the marks are in the deltas that follow.
+        last.state, last.touched, last.step = found.state, found.touched, found.step
+        last.save()
+        last.save()
+        model.assert_same(last.manager.restore(6, found.state, service=None).state, last.states[6])
+
+
+@pytest.mark.parametrize("marks", [0, 1])
+def test_a_point_is_replayed_onto_what_is_held_below_it(tmp_path, marks):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        for _ in range(marks):
+            trainer.log()
+        one.advance()
+        trainer.log()
+    with Trainer(tmp_path) as last:
+        found = last.manager.restore_latest(trainer.state, service=Source(one))
+        assert found.service_error is None and found.source == ("service", "log")
+        assert found.items == {"at": trainer.step}
+        model.assert_same(found.state, trainer.state)
+
+
+def test_a_step_below_the_held_point_comes_from_storage(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        one = opened(tmp_path)
+        one.advance()
+        save_id = one.holding.save.save_id
+        with pytest.raises(ServiceUnavailable, match="found point 2 of stretch 0 above"):
+            one.pin(save_id, 0)
+        point = one.holding.point
+        dead = point._replace(save_id=SaveId(save_id.run, 2, point.save_id.attempt - 1))
+        with pytest.raises(ServiceUnavailable):
+            one.pin(save_id, 0, dead)
+        found = trainer.manager.restore(1, trainer.state, service=Source(one))
+        assert isinstance(found.service_error, ServiceUnavailable)
+        assert found.source == ("root",)
+        model.assert_same(found.state, trainer.states[1])
+
+
+@pytest.mark.parametrize("shard", [(0, 1), (1, 2), (5, 7)])
+@pytest.mark.parametrize("codec", ["raw", "adaptive4"])
+def test_marks_of_some_columns_and_of_all_are_applied_in_their_order(tmp_path, codec, shard):
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("y",))
+    columns = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "y"))
+    whole = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())
+    with Trainer(tmp_path, codec=deltackpt.CodecChoice(delta=codec, base="raw")) as trainer:
+        trainer.save()
+        one = opened(tmp_path, shard=shard[0], shards=shard[1])
+        for number, sharding in enumerate((columns, columns, whole, columns, whole, columns)):
+            trainer.train()
+            tables = {
+                name: jax.device_put(np.asarray(table), sharding)
+                for name, table in trainer.state["tables"].items()
+            }
+            trainer.state = {**trainer.state, "tables": tables}
+            trainer.mark()
+            if number != 3:
+                assert one.advance()
+                assert one.holding.point.step == trainer.step
+                assert_holds_storage(one, tmp_path)
