@@ -14,6 +14,7 @@ import model
 import numpy as np
 import pytest
 from command import run
+from golden import make_golden
 from test_collect_command import ended
 
 import deltackpt
@@ -34,6 +35,7 @@ from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.doctor import log as doctor_log
 from deltackpt.upkeep.verify import verify_root
 
+GOLDEN = Path(make_golden.__file__).parent / "log-v1"
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
 
@@ -225,6 +227,12 @@ def test_a_sound_log_is_verified_and_every_point_restores(written):
     assert all(restores(written.root, verdict.point) for verdict in report.points)
     told = run("verify", written.root)
     assert told.returncode == 0 and "full points can be restored, the newest of step" in told.stdout
+
+
+def test_the_golden_log_is_verified():
+    report = verify_root(GOLDEN)
+    assert report.intact and [one.point.step for one in report.points][-1] == 20
+    assert len(report.points) == 7 and all(one.restorable for one in report.points)
 
 
 @pytest.mark.parametrize("part", range(8))
