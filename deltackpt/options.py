@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection
 from typing import Literal
 
@@ -317,7 +318,7 @@ class LocalLog:
 
     Attributes:
       directory: where the frames go; by default ``log`` in the root, or in its stage. The heads,
-        which say what counts, are always there.
+        which say what counts, are always there. Several roots may have one directory.
       segment_bytes: how long a file grows before the next one is begun; at each step, too.
     """
 
@@ -326,6 +327,9 @@ class LocalLog:
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "segment_bytes")
+        if self.directory is not None:
+            # Heads bear it, and who reads them stands elsewhere.
+            object.__setattr__(self, "directory", os.path.abspath(self.directory))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

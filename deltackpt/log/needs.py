@@ -124,11 +124,14 @@ class Needs:
           failure: what has failed since the last call.
           rootless: whether the save that the marks lead down to has failed.
         """
-        reason = None
+        options, reason = self._run.options.log, None
+        assert options is not None
         if rootless:
             reason = "the save that the marks go on from has failed"
-        elif writer is not None and failure is not None and writer.failures >= _FAILURES:
-            reason = f"the log has failed again: {failure.cause}"
+        elif writer and options.on_failure == "save" and writer.has_failed(_FAILURES):
+            reason = "the log has failed again"
+            if failure is not None:
+                reason = f"{reason}: {failure.cause}"
         elif writer is not None and self._is_long(writer, layout):
             reason = "the log has grown to LogOptions.most_bytes"
         if reason is not None and self._run.among.count > 1:
