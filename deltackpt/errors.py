@@ -229,6 +229,16 @@ class LogFailed(DeltackptError):
     code = "log-failed"
 
 
+class LogBehind(DeltackptError):
+    """Processes lack marks that others had long ago; ``processes`` says which. Told, not raised."""
+
+    code = "log-behind"
+
+    def __init__(self, message: str, processes: tuple[int, ...] = ()):
+        self.processes = processes
+        super().__init__(message)
+
+
 class BrokenChain(RestoreError):
     """A delta's parent is missing, or is not the save that the delta was taken against."""
 

@@ -194,7 +194,8 @@ class FailureEvent:
       process: index of the process.
       operation: ``save`` or ``restore``, ``skip`` for a step that ``restore_latest()`` found
         not intact and passed over, ``promote`` where the root cannot be reached: promotion is
-        tried again until it can; or ``log`` where marks could not be made durable.
+        tried again until it can; or ``log`` where marks could not be made durable, or, told by
+        process 0 with the code ``log-behind``, where processes are far behind the others with them.
       code: ``code`` of the error; the name of its class where it is not one of deltackpt's.
       message: of the error.
       seconds: from the call of ``save()`` or of the restore until this event. A save that fails in

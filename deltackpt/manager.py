@@ -291,7 +291,9 @@ class CheckpointManager:
             try:
                 return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
             except TrackingError:
-                self._run.lineage.distrust("verify_tracking found rows that are not marked")
+                reason = "verify_tracking found rows that are not marked"
+                self._run.lineage.distrust(reason)
+                self._run.log.distrust(reason)
                 raise
 
     def reached_preemption(self, step: int) -> bool:
@@ -397,11 +399,12 @@ class CheckpointManager:
                     "log: expected a manager with a log, found none; make it with "
                     "ManagerOptions(log=LogOptions())"
                 )
+            assert self._recorder is not None
+            self._recorder.count()
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
             self._saver.go_back(split, touched)
-            call = Call(touched, ids, items, full, started)
-            assert self._recorder is not None
+            call = Call(touched, ids, items, full, started, self._saver.is_lost)
             found = self._recorder.log(step, split, call)
             if isinstance(found, Logged):
                 return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection
 from typing import Literal
 
@@ -317,7 +318,7 @@ class LocalLog:
 
     Attributes:
       directory: where the frames go; by default ``log`` in the root, or in its stage. The heads,
-        which say what counts, are always there.
+        which say what counts, are always there. Several roots may have one directory.
       segment_bytes: how long a file grows before the next one is begun; at each step, too.
     """
 
@@ -326,6 +327,9 @@ class LocalLog:
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "segment_bytes")
+        if self.directory is not None:
+            # Heads bear it, and who reads them stands elsewhere.
+            object.__setattr__(self, "directory", os.path.abspath(self.directory))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,9 +349,13 @@ class LogOptions:
       on_failure: what the next ``log()`` does once a mark could not be made durable: ``"save"``:
         goes on in a new file with all rows since the last durable mark, and where that fails as
         well saves the step; ``"raise"`` ``LogFailed``.
-      deadline_secs: of waiting for room, and of ``wait_logged()`` where it is given no other.
-      most_bytes: how long the log may grow beyond the last step before ``log()`` saves a step by
-        itself, in bases (of 16 MiB at least): what a restore replays takes its time.
+      deadline_secs: of waiting for room, and of ``wait_logged()`` where it is given no other; how
+        far a process may be behind the others before that is told, as ``log-behind``.
+      most_bytes: how long the log of all processes may grow beyond the last step before ``log()``
+        saves a step by itself, in bases (of 16 MiB at least, and dense leaves on top): what a
+        restore replays takes its time.
+
+    Of several processes all save at the same call, one that they have agreed on in the background.
     """
 
     backend: LocalLog = LocalLog()

@@ -104,6 +104,42 @@ def test_a_promotion_is_logged_counted_and_handed_on(caplog):
     assert registry.get_sample_value("deltackpt_last_promoted_step", labels) == 1200
 
 
+def log_event(**changes) -> events.LogEvent:
+    event = events.LogEvent(
+        step=1201,
+        process=0,
+        kind="full",
+        rows=500,
+        bytes_written=5000,
+        dense_bytes=1000,
+        blocked_secs=0.002,
+        encode_secs=0.001,
+        write_secs=0.0005,
+        sync_secs=0.004,
+        durable_secs=0.009,
+        batches_in_sync=2,
+        committed_unix_secs=1.8e9,
+    )
+    return dataclasses.replace(event, **changes)
+
+
+def test_a_mark_is_a_line_at_debug_and_is_counted_by_kind(caplog):
+    registry = prometheus_client.CollectorRegistry()
+    sinks = [events.PrometheusSink(registry)]
+    with caplog.at_level("DEBUG", "deltackpt.events"):
+        events.emit(log_event(), sinks)
+        events.emit(log_event(kind="soft", step=1202, dense_bytes=0), sinks)
+    assert "log step=1201 kind='full' rows=500" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+    for kind, step in (("full", 1201), ("soft", 1202)):
+        labels = {"process": "0", "kind": kind}
+        assert registry.get_sample_value("deltackpt_marks_total", labels) == 1
+        assert registry.get_sample_value("deltackpt_logged_rows_total", labels) == 500
+        assert registry.get_sample_value("deltackpt_last_logged_step", labels) == step
+        count = "deltackpt_log_seconds_count"
+        assert registry.get_sample_value(count, {**labels, "stage": "durable"}) == 1
+
+
 def failure_event(**changes) -> events.FailureEvent:
     event = events.FailureEvent(
         step=1300,
@@ -590,7 +626,7 @@ BY = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, set[str]]:
-    """Sample names to labels, after a real run: saves, a restore, failures; and a promotion."""
+    """Sample names to labels, after a real run: saves, a restore, failures; a mark, a promotion."""
     root = tmp_path_factory.mktemp("run")
     registry = prometheus_client.CollectorRegistry()
     sink = events.PrometheusSink(registry)
@@ -604,7 +640,8 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
             saver.restore_latest(state)
         with pytest.raises(errors.Damaged):
             saver.restore(2, state)
-    # Of a run against a bucket, which tests/test_tiers.py has.
+    sink.receive(log_event())
+    # Of a run with a log, and of one against a bucket, which other tests have.
     sink.receive(promotion_event())
     return {
         sample.name: set(sample.labels)
@@ -664,7 +701,7 @@ def test_every_figure_is_explained_on_the_page():
     page = PAGE.read_text()
     promotion = events.PromotionEvent
     for kind in (
-        *(events.SaveEvent, events.RestoreEvent, promotion, events.FailureEvent),
+        *(events.SaveEvent, events.RestoreEvent, promotion, events.LogEvent, events.FailureEvent),
         events.TableFigures,
     ):
         for field in dataclasses.fields(kind):

@@ -15,10 +15,12 @@ import pytest
 from golden import make_golden
 
 import deltackpt
-from deltackpt.format import manifest, names
+from deltackpt.format import frames, manifest, names
+from deltackpt.format.frames import Kind
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import inventory, reader, saves
+from deltackpt.reading.stretches import Logs
 from deltackpt.storage.store import spot
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
@@ -27,6 +29,7 @@ ROLLING = sorted(path for path in Path(make_golden.__file__).parent.glob("rollin
 REPEATED = sorted(path for path in Path(make_golden.__file__).parent.glob("repeated-v*"))
 VERSIONS = PLAIN + PARTS + REPEATED
 JOURNALS = sorted(path for path in Path(make_golden.__file__).parent.glob("journal-v*"))
+LOGS = sorted(path for path in Path(make_golden.__file__).parent.glob("log-v*"))
 ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodings-v*"))
 
 
@@ -111,7 +114,60 @@ def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_p
         assert np.asarray(state["tables"]["users"])[row].tobytes() == odd.tobytes()
 
 
+@pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
+def test_golden_log_has_the_points_that_it_once_had(version):
+    history = Logs(spot(version / names.LOG)).read()
+    found = [(point.stretch, point.step, point.full) for point in history.points()]
+    # Of the first run nothing counts beyond the point that the second one goes on from.
+    assert found == [
+        *((1, step, step not in make_golden.SOFT) for step in (20, 19, 18, 17, 16)),
+        *((0, step, step not in make_golden.SOFT) for step in (15, 13, 12, 11)),
+    ]
+    logs = [era.processes[0].log for era in history.eras]
+    assert [log.damage for log in logs] == [[], []]
+    frames_of = [frame for log in logs for mark in log.marks for frame in mark.frames]
+    assert {frame.place.part for frame in frames_of} == {0, 1}
+    dense = [
+        value for frame in frames_of if frame.kind == Kind.DENSE for value in frame.head.values
+    ]
+    assert any(value.against is not None for value in dense)
+    rows = [frame.head.segment for frame in frames_of if frame.kind == Kind.ROWS]
+    stored = {entry.name for segment in rows for entry in segment.arrays}
+    assert {"values.scale", "values.raw_at", "slot.accumulator", names.GAPS} <= stored
+
+
+@pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", (20, 19, 17, 16, 15, 12, 11))
+def test_golden_point_restores_to_the_bits_that_it_once_did(version, step, tmp_path):
+    root = tmp_path / "golden"
+    shutil.copytree(version, root)
+    run = int(step > make_golden.GOES_ON_FROM)
+    expected = make_golden.logged_state_at(step, run)
+    options = deltackpt.ManagerOptions(access="read")
+    with deltackpt.CheckpointManager(
+        root, handlers=make_golden.LOGGED_HANDLERS, options=options
+    ) as manager:
+        if step == make_golden.SECOND_END:
+            found = manager.restore_latest(expected)
+        else:
+            found = manager.restore(step, expected)
+    assert found is not None and found.skipped == ()
+    assert found.point is not None and found.point.step == step
+    digests = json.loads((root / "expected.json").read_text())
+    assert make_golden.digests(found.state) == digests[str(step)]
+    assert found.items == {"position": {"step": step, "run": run}, "raw": bytes([step, run])}
+    # What is kept as it is follows a formula, too.
+    for name in ("slots", "dense"):
+        for left, right in zip(
+            jax.tree.leaves(found.state[name]), jax.tree.leaves(expected[name]), strict=True
+        ):
+            assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+    users = found.state["tables"]["users"]
+    assert np.asarray(users).tobytes() == np.asarray(expected["tables"]["users"]).tobytes()
+
+
 def test_the_current_format_has_golden_checkpoints():
+    assert f"log-v{frames.VERSION}" in [path.name for path in LOGS]
     assert f"v{manifest.FORMAT_VERSION}" in [path.name for path in VERSIONS]
     assert f"parts-v{manifest.FORMAT_VERSION}" in [path.name for path in PARTS]
     assert f"encodings-v{manifest.FORMAT_VERSION}" in [path.name for path in ENCODED]

@@ -15,7 +15,7 @@ import pytest
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import FencedError, OptionError, TrackingError
+from deltackpt.errors import FencedError, OptionError, SaveFailed, TrackingError
 from deltackpt.reading.stretches import LogPoint
 from deltackpt.storage import writer
 
@@ -310,6 +310,42 @@ def test_ids_that_leave_out_a_touched_row_are_found_by_the_next_save(tmp_path, t
         manager.save(2, training.state, touched=training.touched)
         manager.wait()
         model.assert_same(manager.restore(2, training.state).state, training.state)
+
+
+def test_rows_that_verify_tracking_finds_unmarked_end_the_points_of_the_run(tmp_path, training):
+    with manager_of(tmp_path) as manager:
+        training.begin(manager)
+        manager.verify_tracking(training.state, touched=training.touched)
+        training.log(manager)
+        manager.wait_logged()
+        assert [point.step for point in manager.points()] == [1]
+        training.state, _ = model.move(training.state, 2)
+        with pytest.raises(TrackingError):
+            manager.verify_tracking(training.state, touched=training.touched)
+        assert manager.points() == []
+        assert manager.wait_logged() == 0
+        # A base, from which the marks go on.
+        assert training.save(manager).kind == "base"
+        training.log(manager)
+        manager.wait_logged()
+    with manager_of(tmp_path) as manager:
+        assert restored(manager, training).step == training.step
+
+
+def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(tmp_path, training):
+    with manager_of(tmp_path) as manager:
+        with mock.patch.object(writer.ArrayWriter, "finish", side_effect=OSError(28, "full")):
+            assert training.log(manager).saved is not None
+            assert manager._saver.in_flight.future.exception(60) is not None
+        with pytest.raises(SaveFailed):
+            training.log(manager)
+        manager.wait()
+        assert manager.all_steps() == [training.step]
+        training.log(manager)
+        manager.wait_logged()
+        assert [point.step for point in manager.points()][0] == training.step
+    with manager_of(tmp_path) as manager:
+        assert restored(manager, training).step == training.step
 
 
 def test_without_anything_to_go_on_from_the_step_is_saved_instead(tmp_path, training):

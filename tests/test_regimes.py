@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Literal
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from deltackpt.errors import OptionError
-from deltackpt.events import RestoreEvent, SaveEvent
+from deltackpt.events import LogEvent, RestoreEvent, SaveEvent
 from deltackpt.policy import Cost, MeasuredCosts, Regime, RegimeAdvice, advise_regime
 
 FREE = Cost(stall_secs=0.0, persist_secs=0.0, restore_secs=0.0)
@@ -267,24 +268,31 @@ def test_measured_costs_are_medians_by_kind_and_a_restore_is_shared_by_bytes():
     assert advice.regime.kinds == ("delta", "base")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MarkEvent:
-    """What is used of the event of a mark."""
-
-    kind: str | None
-    blocked_secs: float = 0.002
-    durable_secs: float = 0.02
-    bytes_written: int = 1500
-    dense_bytes: int = 500
+def marked(kind: Literal["full", "soft"], *, blocked_secs: float = 0.002) -> LogEvent:
+    """The event of a mark of 1,500 bytes, 500 of them dense leaves."""
+    return LogEvent(
+        step=7,
+        process=0,
+        kind=kind,
+        rows=10,
+        bytes_written=1500,
+        dense_bytes=500,
+        blocked_secs=blocked_secs,
+        encode_secs=0.001,
+        write_secs=0.001,
+        sync_secs=0.01,
+        durable_secs=0.02,
+        batches_in_sync=1,
+        committed_unix_secs=0.0,
+    )
 
 
 def test_only_full_marks_are_measured_and_their_dense_leaves_are_not_replayed():
     measured = MeasuredCosts()
     measured.receive(restored(total_secs=4.0, nbytes=2000))
-    for kind in ("soft", None):
-        measured.receive(MarkEvent(kind=kind, blocked_secs=9.0))
+    measured.receive(marked("soft", blocked_secs=9.0))
     assert measured.cost("log") is None
-    measured.receive(MarkEvent(kind="full"))
+    measured.receive(marked("full"))
     assert measured.cost("log") == Cost(stall_secs=0.002, persist_secs=0.02, restore_secs=2.0)
 
 

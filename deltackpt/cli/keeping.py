@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +14,7 @@ from deltackpt.cli import arguments, terminal
 
 if TYPE_CHECKING:
     from deltackpt.upkeep.estimate import RestorePlan
-    from deltackpt.upkeep.verdicts import RootReport, StepVerdict
+    from deltackpt.upkeep.verdicts import PointVerdict, RootReport, StepVerdict
 
 
 @click.command(
@@ -134,6 +135,8 @@ def _print_report(report: RootReport) -> None:
             click.echo(f"note: {save.name}: {note}")
     for note in report.notes:
         click.echo(f"note: {note}")
+    if report.points:
+        click.echo(_points_text(report.points))
     whole = sum(verdict.restorable for verdict in report.steps)
     problems = len(report.problems)
     click.echo(
@@ -142,6 +145,18 @@ def _print_report(report: RootReport) -> None:
         f"{units.count(report.file_count, 'file')}, {units.size(report.bytes_read)} in "
         f"{report.seconds:.1f} s"
     )
+
+
+def _points_text(points: Sequence[PointVerdict]) -> str:
+    whole = [verdict for verdict in points if verdict.restorable]
+    newest = f", the newest of step {whole[-1].point.step}" if whole else ""
+    text = f"log: {len(whole)} of {units.count(len(points), 'full point')} can be restored{newest}"
+    void = [verdict for verdict in points if not verdict.restorable]
+    if not void:
+        return text
+    steps = ", ".join(str(verdict.point.step) for verdict in void[:5])
+    more = ", ..." if void[5:] else ""
+    return f"{text}; void: {steps}{more}, since {void[0].broken_by}"
 
 
 def _chain_text(verdict: StepVerdict) -> str:

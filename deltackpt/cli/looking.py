@@ -11,7 +11,7 @@ from deltackpt import units
 from deltackpt.cli import arguments, terminal
 
 if TYPE_CHECKING:
-    from deltackpt.inspect import Checkpoints, Diff, History, LazyArray, Save, Step
+    from deltackpt.inspect import Checkpoints, Diff, History, LazyArray, Log, Save, Step
 
 _field = click.option(
     "--field", default="values", show_default=True, help="values, or slot.<name> of a slot."
@@ -28,17 +28,24 @@ def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints
 @click.command(
     epilog="\b\nExamples:\n"
     "  deltackpt ls /data/run-17\n"
-    "  deltackpt ls /data/run-17 --last 20 --json"
+    "  deltackpt ls /data/run-17 --last 20 --json\n"
+    "  deltackpt ls /data/run-17 --log"
 )
 @arguments.root
 @arguments.item
 @arguments.endpoint
-@click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest steps.")
+@click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest.")
+@click.option("--log", is_flag=True, help="The points of the log between the steps, instead.")
 @arguments.as_json
 def ls(
-    directory: str, item: str | None, endpoint: str | None, last: int | None, as_json: bool
+    directory: str,
+    item: str | None,
+    endpoint: str | None,
+    last: int | None,
+    log: bool,
+    as_json: bool,
 ) -> None:
-    """List the steps of DIRECTORY: kinds, chains, rows, bytes.
+    """List the steps of DIRECTORY: kinds, chains, rows, bytes; and the stretches of its log.
 
     Where the trainer has a policy of retention, ``stays for`` says which steps that keeps, and
     which stay only for a chain that goes through them.
@@ -46,6 +53,9 @@ def ls(
     from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
 
     ck = _open(directory, item, endpoint)
+    if log:
+        _list_log(ck.log, last, as_json)
+        return
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
     stays_for = ck.stays_for
     if as_json:
@@ -64,6 +74,35 @@ def ls(
     if bases:
         counted += f" and {units.count(len(bases), 'compacted base')}"
     click.echo(f"{counted}, {units.size(on_disk)} on disk")
+    _print_stretches(ck.log)
+
+
+def _print_stretches(log: Log) -> None:
+    from deltackpt.inspect.logs import STRETCH_COLUMNS, stretch_line
+
+    if log.stretches:
+        lines = [stretch_line(one) for one in log.stretches]
+        terminal.print_table(STRETCH_COLUMNS, lines, "the log between the steps")
+    if log.problem:
+        click.echo(f"nobody can tell which stretches count: {log.problem}")
+
+
+def _list_log(log: Log, last: int | None, as_json: bool) -> None:
+    from deltackpt.inspect.logs import POINT_COLUMNS, point_lines
+
+    points = log.points()[:last]
+    if as_json:
+        stretches = [
+            {**terminal.plain(one), "full_points": one.full_points, "points": len(one.points)}
+            for one in log.stretches
+        ]
+        shown = [point._asdict() for point in points]
+        terminal.print_json({"stretches": stretches, "points": shown, "problem": log.problem})
+        return
+    _print_stretches(log)
+    if points:
+        terminal.print_table(POINT_COLUMNS, point_lines(points))
+    click.echo(units.count(len(points), "point"))
 
 
 @click.command(
@@ -168,6 +207,7 @@ def diff(
 @arguments.endpoint
 @_field
 @click.option("--step", "steps", type=arguments.STEP, multiple=True, help="Only this step.")
+@click.option("--no-log", is_flag=True, help="The steps alone, without marks of the log.")
 @click.option(
     "--columns", type=click.IntRange(min=1), default=6, show_default=True, help="Numbers to show."
 )
@@ -180,16 +220,17 @@ def history(
     endpoint: str | None,
     field: str,
     steps: tuple[int, ...],
+    no_log: bool,
     columns: int,
     as_json: bool,
 ) -> None:
-    """Show values of rows of a table over the steps.
+    """Show values of rows of a table over the steps, and the points of the log between them.
 
-    ``held`` says whether the save of the step holds the row: a base holds all, a delta those that
-    were touched.
+    ``held`` says whether the save of the step holds the row: a base holds all, a delta, or a mark
+    of the log, those that were touched.
     """
     found = _open(directory, item, endpoint).history(
-        table, list(rows), field=field, steps=steps or None
+        table, list(rows), field=field, steps=steps or None, log=not no_log
     )
     if as_json:
         terminal.print_json(_history(found))
@@ -197,6 +238,8 @@ def history(
     flat = found.values.reshape(len(found.steps), len(found.rows), -1)
     count = min(columns, flat.shape[2])
     names = ["step", "row", "held", "norm", *map(str, range(count))]
+    if any(found.marks):
+        names.insert(1, "mark")
     lines = [
         _history_line(found, flat, number, place, count)
         for place in range(len(found.rows))
@@ -214,7 +257,8 @@ def _history_line(found: History, flat: Any, number: int, place: int, count: int
     held = "yes" if found.written[number, place] else ""
     norm = float(np.linalg.norm(wide))
     first = wide[:count].tolist()
-    return [int(found.steps[number]), int(found.rows[place]), held, norm, *first]
+    mark = [found.marks[number] or ""] if any(found.marks) else []
+    return [int(found.steps[number]), *mark, int(found.rows[place]), held, norm, *first]
 
 
 def _save(save: Save) -> dict[str, Any]:
@@ -287,6 +331,7 @@ def _history(found: History) -> list[dict[str, Any]]:
     return [
         {
             "step": int(step),
+            "mark": found.marks[number],
             "row": int(row),
             "held": bool(found.written[number, place]),
             "values": found.values[number, place],

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import google_crc32c
-import msgpack
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
@@ -29,7 +28,8 @@ from deltackpt.format.records import Unsound
 from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 VERSION = 1
-_MAGIC = b"DLOG"
+#: How each frame begins.
+MAGIC = b"DLOG"
 #: Magic, version, kind, part, process, seq, step, bytes of the head and of the body.
 _FIXED = struct.Struct("<4sBBHIQQIQ")
 _CRC = struct.Struct("<I")
@@ -188,12 +188,17 @@ class Encoded(NamedTuple):
 class Prefix(NamedTuple):
     """What stands before the head of a frame, of which nothing is believed yet."""
 
-    kind: Kind
+    kind: int
     place: Place
     head_bytes: int
     body_bytes: int
     crc32c: int
     covered: bytes
+
+    @property
+    def version(self) -> int:
+        """Of the format."""
+        return self.covered[len(MAGIC)]
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +219,7 @@ def encode(place: Place, head: Head, body: Iterable[Sequence[Buffer]], crc32c: i
     parts = [part for pieces in body for part in _padded(pieces)]
     nbytes = sum(part.nbytes for part in parts)
     fixed = _FIXED.pack(
-        _MAGIC, VERSION, _KINDS[type(head)], place.part, place.process, place.seq, place.step,
+        MAGIC, VERSION, _KINDS[type(head)], place.part, place.process, place.seq, place.step,
         len(packed), nbytes,
     )  # fmt: skip
     crc = google_crc32c.extend(google_crc32c.extend(crc32c, fixed), packed)
@@ -234,21 +239,15 @@ def prefix_of(data: bytes | memoryview, name: str) -> Prefix:
 
     Raises:
       Damaged: no frame begins so.
-      FormatTooNew: a later version of deltackpt wrote it.
     """
     fixed = bytes(data[: _FIXED.size])
-    magic, version, kind, *place, head_bytes, body_bytes = _FIXED.unpack(fixed)
-    if magic != _MAGIC:
+    magic, _, kind, *place, head_bytes, body_bytes = _FIXED.unpack(fixed)
+    if magic != MAGIC:
         raise Damaged(name, "a frame", f"one that begins with {magic!r}")
-    if version > VERSION:
-        raise FormatTooNew(
-            f"{name}: expected frames of version {VERSION} or below, found {version}; install a "
-            "newer deltackpt"
-        )
-    if kind not in iter(Kind) or head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
-        raise Damaged(name, "a frame of a known kind", f"kind {kind} of {body_bytes} bytes")
+    if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
+        raise Damaged(name, "a shorter frame", f"one of {head_bytes} + {body_bytes} bytes")
     (crc,) = _CRC.unpack(data[_FIXED.size : PREFIX_BYTES])
-    return Prefix(Kind(kind), Place(*place), head_bytes, body_bytes, crc, fixed)
+    return Prefix(kind, Place(*place), head_bytes, body_bytes, crc, fixed)
 
 
 def head_of(prefix: Prefix, data: bytes | memoryview, crc32c: int, name: str) -> Any:
@@ -262,19 +261,27 @@ def head_of(prefix: Prefix, data: bytes | memoryview, crc32c: int, name: str) ->
 
     Raises:
       Damaged: it is altered, is no head, or does not go on from the frame before.
+      FormatTooNew: a later version of deltackpt wrote it.
     """
     seed = 0 if prefix.kind == Kind.BEGIN else crc32c
     found = google_crc32c.extend(google_crc32c.extend(seed, prefix.covered), bytes(data))
     if found != prefix.crc32c:
         raise Damaged(name, f"crc32c {prefix.crc32c:08x}", f"crc32c {found:08x}")
+    # Where the checksum is right no flipped bit has made it a later version.
+    if prefix.version > VERSION:
+        raise FormatTooNew(
+            f"{name}: expected frames of version {VERSION} or below, found {prefix.version}; "
+            "install a newer deltackpt"
+        )
+    if prefix.version < 1 or prefix.kind not in _HEADS:
+        raise Damaged(name, "a frame of a known kind", f"kind {prefix.kind}")
     try:
-        fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
-        head = records.built(_HEADS[prefix.kind], fields)
+        head = records.built(_HEADS[Kind(prefix.kind)], records.unpacked(bytes(data)))
         _check(head, prefix)
     except Unsound as error:
         raise error.damage(name) from error
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise Damaged(name, "a map of msgpack", str(error) or type(error).__name__) from error
+    except ValueError as error:
+        raise Damaged(name, "a map of msgpack", str(error)) from error
     return head
 
 
@@ -393,6 +400,9 @@ def _check(head: Any, prefix: Prefix) -> None:
             require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
         step = prefix.place.step
         require(head.save_id.step == step, f"step {step}", head.save_id.step, "save_id.step")
+        # Whoever goes from marks to their parents comes to an end.
+        above = head.parent.step
+        require(above <= step, f"a step up to {step}", above, "parent.step")
     if not isinstance(head, (BeginHead, MarkHead)):
         return
     require(prefix.body_bytes == 0, "no body", prefix.body_bytes)

@@ -129,7 +129,7 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
     """
     version, body = _head_of(data, name, magic)
     try:
-        fields = _unpacked(body)
+        fields = unpacked(body)
     except ValueError as error:
         raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
     # No checksum covers the version beside the body. Records of before it was repeated are of 1.
@@ -213,7 +213,7 @@ def _unpacked_plainly(data: bytes) -> Any:
 def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
     """The version of a record as its head says, and its body, whose checksum is right."""
     try:
-        head = _unpacked(data)
+        head = unpacked(data)
         if head.get("format") != magic:
             raise ValueError("no such magic")
         version, crc, body = head["version"], head["crc32c"], head["body"]
@@ -238,8 +238,8 @@ def built(kind: Any, fields: dict[str, Any]) -> Any:
     return _builder(kind)(fields)
 
 
-def _unpacked(data: bytes) -> dict[Any, Any]:
-    """A map from its msgpack bytes.
+def unpacked(data: bytes) -> dict[Any, Any]:
+    """A map from its msgpack bytes, in memory that is in proportion to them.
 
     Raises:
       ValueError: they are none.

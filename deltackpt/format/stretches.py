@@ -26,6 +26,8 @@ from deltackpt.format.records import Unsound
 from deltackpt.format.soundness import is_name, require
 
 _MAGIC = "deltackpt.log"
+#: More than any job has; the log of each is looked for.
+_MOST_PROCESSES = 1 << 16
 #: Features that a reader must know to read a stretch.
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
@@ -110,6 +112,8 @@ def from_bytes(data: bytes, *, name: str) -> StretchHead:
 
 def _check(head: StretchHead) -> None:
     require(is_name(head.run), "the id of a run", head.run, "run")
+    count = head.process_count
+    require(count <= _MOST_PROCESSES, f"at most {_MOST_PROCESSES}", count, "process_count")
     if (continues := head.continues) is not None:
         before = continues.stretch
         require(before < head.stretch, "an earlier stretch", before, "continues.stretch")

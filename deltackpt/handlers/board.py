@@ -14,6 +14,8 @@ from deltackpt.errors import OptionError, StorageError
 
 #: Of a value that was put before it is asked for.
 _GET_MS = 10_000
+#: How an error begins that says that there was no value in time.
+_LATE = "DEADLINE_EXCEEDED"
 
 
 class JobBoard:
@@ -37,6 +39,40 @@ class JobBoard:
         """See ``Board``."""
         with _refusals(key):
             self._client.key_value_set_bytes(key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Puts a value, also where there is one.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with _refusals(key):
+            self._client.key_value_set_bytes(key, data, allow_overwrite=True)
+
+    def put_first(self, key: str, data: bytes) -> bytes:
+        """Puts a value unless there is one; returns the one that there is.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set_bytes(key, data)
+        return self.get(key)
+
+    def wait_for(self, key: str, timeout_secs: float) -> bytes | None:
+        """A value as soon as there is one; None where there is none within that time.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with _refusals(key):
+            try:
+                limit = max(1, int(timeout_secs * 1000))
+                return self._client.blocking_key_value_get_bytes(key, limit)
+            except jax.errors.JaxRuntimeError as error:
+                if not str(error).startswith(_LATE):
+                    raise
+        return None
 
     def get(self, key: str) -> bytes:
         """See ``Board``."""

@@ -52,6 +52,10 @@ class Log(Protocol):
         """Called once a save was begun: it covers all that was logged."""
         ...
 
+    def refused(self, split: Split) -> None:
+        """Called where a save was begun by the other processes, and could not be by this one."""
+        ...
+
     def distrust(self, reason: str) -> None:
         """Rows changed that were not marked: no mark of the run can be restored any more."""
         ...
@@ -67,6 +71,9 @@ class NoLog:
         """See ``Log``."""
 
     def saved(self) -> None:
+        """See ``Log``."""
+
+    def refused(self, split: Split) -> None:
         """See ``Log``."""
 
     def distrust(self, reason: str) -> None:

@@ -147,15 +147,15 @@ class Saver:
         split = self.split(state, dense_fault=dense.fault)
         self.go_back(split, arguments.touched)
         run.check_above(step)
-        if run.tracker is None:
-            marks = Embeddings(split=split, touched=arguments.touched).marks
-            run.log.check(split, marks)
         run.roll_back(step)
         run.log.begin(split)
         run.held.begin(run.lineage.goes_on, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:
+            if run.tracker is None:
+                marks = Embeddings(split=split, touched=arguments.touched).marks
+                run.log.check(split, marks)
             pending = self._take(step, attempt, split, arguments, items)
         except Exception as error:
             self._drop(items)
@@ -165,6 +165,7 @@ class Saver:
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
+                run.log.refused(split)
             raise
         flight = self._hand_over(step, attempt, items, pending, arguments, started)
         run.log.saved()

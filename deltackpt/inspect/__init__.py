@@ -16,6 +16,7 @@ from deltackpt.inspect.checkpoints import Checkpoints, Save, open
 from deltackpt.inspect.dense import DenseItem, DenseLeaf
 from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import LazyArray
+from deltackpt.inspect.logs import Log, Stretch
 from deltackpt.inspect.statistics import Statistics
 from deltackpt.inspect.step import Step, Table
 
@@ -26,9 +27,11 @@ __all__ = [
     "Diff",
     "History",
     "LazyArray",
+    "Log",
     "Save",
     "Statistics",
     "Step",
+    "Stretch",
     "Table",
     "TableDiff",
     "open",

@@ -29,11 +29,14 @@ from deltackpt.inspect.changes import Diff
 from deltackpt.inspect.history import History
 from deltackpt.inspect.keeping import StaysFor
 from deltackpt.inspect.lazy import RowNumbers, Saves
+from deltackpt.inspect.logs import Log, log_of
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
+from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import LogPoint, Logs
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
 from deltackpt.units import size
@@ -187,6 +190,23 @@ class Checkpoints:
         return keeping.stays_for(self._root)
 
     @property
+    def log(self) -> Log:
+        """The log between the steps: heads of its frames are read, and no rows.
+
+        Raises:
+          StorageError: it cannot be read.
+        """
+        return log_of(log_state(self._root.log_at))
+
+    def points(self) -> list[LogPoint]:
+        """Points of the log that count, newest first, soft ones too; see ``Log.points``.
+
+        Raises:
+          StorageError: the log cannot be read.
+        """
+        return self.log.points()
+
+    @property
     def saves(self) -> tuple[Save, ...]:
         """Every step, ascending; the manifests of each are read, and kept."""
         return self.saves_of(self.steps)
@@ -311,18 +331,20 @@ class Checkpoints:
         *,
         field: str = blocks.VALUES,
         steps: Sequence[int] | None = None,
+        log: bool = True,
     ) -> History:
-        """Values of some rows over the steps; each save is read once.
+        """Values of some rows over the steps; each save, and mark of the log, is read once.
 
         Args:
           table: name of the table.
           rows: row numbers.
           field: ``values``, or ``slot.<name>``.
           steps: which steps; all by default.
+          log: whether the points of the log are told, too, where no steps are named.
 
         Raises:
           TemplateMismatch: no step has such a table, field or row.
-          Damaged, BrokenChain, StepGone: a step cannot be read.
+          Damaged, BrokenChain, StepGone: a step, or a mark, cannot be read.
         """
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
@@ -335,6 +357,7 @@ class Checkpoints:
                 np.atleast_1d(rows),
                 field,
                 all_steps=steps is None,
+                log=Logs(self._root.log_at).read() if log and steps is None else None,
             )
             now = {step: self._at(step).stamp() for step in places}
             # Steps that take the place of rolled-back ones must not stand beside these.

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of rows of a table over the steps, read along each chain once."""
+"""Values of rows of a table over the steps, read along each chain once, and over marks of the log.
+
+Between two steps each point of the log is a moment of training, too: the rows of its marks are
+applied to those of the step below it, one mark after the other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,30 +19,38 @@ from deltackpt import codecs
 from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
+from deltackpt.format.frames import RowsHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
-from deltackpt.reading import reader, saves
+from deltackpt.reading import reader, replay, saves
+from deltackpt.reading.log_files import Mark
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import History as LogHistory
+from deltackpt.reading.stretches import Leg, LogPoint, Way, coverings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class History:
-    """Values of some rows of one field over the steps.
+    """Values of some rows of one field over the steps, and the points of the log between them.
 
     Attributes:
       table: name of the table.
       field: ``values``, or ``slot.<name>``.
       steps: int64 (steps,), ascending; those without the table are left out.
+      marks: of each of the steps ``full`` or ``soft`` where it is a point of the log, which all
+        processes have; None where it is a committed step.
       rows: int64 (rows,), as they were asked for.
       values: (steps, rows, *trailing) of the table's dtype; 0 where the table had no such row yet.
-      written: bool (steps, rows): whether the save of the step holds the row; a base holds all.
+      written: bool (steps, rows): whether the save, or mark, of the step holds the row; a base
+        holds all.
       present: bool (steps, rows): whether the table had such a row.
     """
 
     table: str
     field: str
     steps: np.ndarray
+    marks: tuple[Literal["full", "soft"] | None, ...]
     rows: np.ndarray
     values: np.ndarray
     written: np.ndarray
@@ -67,6 +79,7 @@ def history(
     field: str,
     *,
     all_steps: bool,
+    log: LogHistory | None,
 ) -> History:
     """See ``Checkpoints.history``.
 
@@ -78,6 +91,7 @@ def history(
       rows: int (rows,), in any order.
       field: the field.
       all_steps: whether steps that are removed meanwhile are left out.
+      log: the log whose points are told, too.
     """
     asked = _checked_rows(rows)
     table = named(table, _tables_at(read, steps, all_steps))
@@ -99,6 +113,13 @@ def history(
             continue
         if state is not None:
             states[step] = state
+    kinds_of: dict[int, Literal["full", "soft"]] = {}
+    if log is not None:
+        for point, state in _at_points(log, walk, read):
+            if point.step not in states:
+                states[point.step] = state
+                kinds_of[point.step] = "full" if point.full else "soft"
+        states = dict(sorted(states.items()))
     if not states:
         raise TemplateMismatch(
             f"table {table!r}, field {field!r}: expected in a step of those asked for, found in "
@@ -120,11 +141,29 @@ def history(
         table=table,
         field=field,
         steps=np.array(list(states), np.int64),
+        marks=tuple(kinds_of.get(step) for step in states),
         rows=asked,
         values=np.stack([state.values for state in states.values()])[:, within],
         written=np.stack([state.written for state in states.values()])[:, within],
         present=np.stack([ordered < state.total_rows for state in states.values()])[:, within],
     )
+
+
+def _at_points(
+    log: LogHistory, walk: _Walk, read: Callable[[int], StoredSave]
+) -> Iterator[tuple[LogPoint, _State]]:
+    """The states at the points of a log; of those of one step the newest that counts is first."""
+    told: set[int] = set()
+    ways, _ = coverings(log, walk.known_steps)
+    for way, points in ways:
+        try:
+            save = read(way.step.step)
+        except (StepNotFound, StepGone):
+            continue  # As of a step that is removed meanwhile.
+        for point, state in walk.along(save, way, points):
+            if point.step not in told:
+                told.add(point.step)
+                yield point, state
 
 
 def _tables_at(
@@ -205,6 +244,50 @@ class _Walk:
         held = holds(save, table, self._numbers, self._field, self._rows)
         return _State(table.rows, values, held)
 
+    @property
+    def known_steps(self) -> dict[int, SaveId]:
+        """Steps whose rows were read, by number."""
+        return {one.step: one for one, values in self._values.items() if values is not None}
+
+    def along(
+        self, save: StoredSave, way: Way, points: Sequence[LogPoint]
+    ) -> Iterator[tuple[LogPoint, _State]]:
+        """The states at points of a way from a save, oldest first.
+
+        Raises:
+          DamagedLog: a mark is missing or altered.
+        """
+        found = entry_of(save.layout, self._table, self._field)
+        values = self._values.get(save.info.save_id)
+        if found is None or values is None:
+            return
+        table, spec = found
+        wanted = {point.save_id: point for point in points}
+        count = int(np.searchsorted(self._rows, table.rows))
+        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
+        ends = np.cumsum([len(buffer) for buffer in buffers])
+        for buffer, end in zip(buffers, ends, strict=True):
+            buffer[...] = values[end - len(buffer) : end]
+        written = np.zeros(len(self._rows), bool)
+        for leg, save_id in _moments(way):
+            marks = {
+                process: tuple(_only(mark, table.group) for mark in of if mark.save_id == save_id)
+                for process, of in leg.marks.items()
+            }
+            moment = dataclasses.replace(way, legs=(Leg(leg.head, marks),))
+            held = replay.replay(moment, targets, save.layout).rows[table.name]
+            written |= np.isin(self._rows, held)
+            point = wanted.get(save_id)
+            # Such a field is written as a whole, with full marks alone.
+            if point is None or (spec.always and not point.full):
+                continue
+            now = np.zeros_like(values)
+            for buffer, end in zip(buffers, ends, strict=True):
+                now[end - len(buffer) : end] = buffer
+            every = spec.always and point.full
+            yield point, _State(table.rows, now, written | every)
+            written = np.zeros(len(self._rows), bool)
+
     def _values_at(self, save: StoredSave) -> np.ndarray | None:
         unread = self._unread(save)
         if unread is not None:
@@ -261,6 +344,24 @@ class _Walk:
         for buffer, end in zip(buffers, ends, strict=True):
             values[end - len(buffer) : end] = buffer
         return values
+
+
+def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
+    """The marks of a way, in order, those of all processes at one call together."""
+    for leg in way.legs:
+        ids = {mark.save_id for marks in leg.marks.values() for mark in marks}
+        yield from ((leg, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
+
+
+def _only(mark: Mark, group: str) -> Mark:
+    """A mark without the frames that have no rows of a group."""
+    return mark._replace(
+        frames=tuple(
+            frame
+            for frame in mark.frames
+            if isinstance(frame.head, RowsHead) and frame.head.segment.group == group
+        )
+    )
 
 
 def _spans(rows: np.ndarray) -> list[Span]:

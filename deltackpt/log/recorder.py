@@ -8,6 +8,10 @@ one: what training left is dead from then on.
 
 Calls are counted on all processes alike, those that take nothing too: the number is the mark's, and
 says whether it is full. So a process that fails makes a point void, and never the next.
+
+Where it saves a step in the place of a mark, all processes do: for reasons that all find at the
+same call, or at a call that they have agreed on (``agreement``). So what only one process meets is
+raised after all that the others wait for: whatever it is, they are at the same collective.
 """
 
 from __future__ import annotations
@@ -22,14 +26,15 @@ from typing import Any, NamedTuple
 
 from deltackpt import events
 from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.handlers.run import Run
 from deltackpt.log import taking, trimming
 from deltackpt.log.batch import Item, items_of
 from deltackpt.log.logged_rows import LoggedRows
+from deltackpt.log.needs import Needs
 from deltackpt.log.stretch import Stretch, write_head
 from deltackpt.log.taking import Rows
-from deltackpt.log.writer import LogWriter
+from deltackpt.log.writer import Failure, LogWriter
 from deltackpt.options import LogOptions
 from deltackpt.outcomes import Logged
 from deltackpt.reading.stretches import LogPoint, Logs
@@ -37,14 +42,9 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled
 from deltackpt.save.clocks import Clocks, clocks_seen
-from deltackpt.save.flight import Embeddings, base_bytes
+from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
-
-#: A log of some such bases is replayed before anybody waits for it.
-_LEAST_BASE_BYTES = 16 << 20
-#: Failures in a row after which a step is saved.
-_FAILURES = 2
 
 
 class Due(NamedTuple):
@@ -61,6 +61,7 @@ class Call(NamedTuple):
     items: Mapping[str, Any] | None
     full: bool | None
     started: float
+    lost: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,6 +103,9 @@ class Recorder:
             )
         self._logs = Logs(run.held.log_at)
         self._stretch: Stretch | None = None
+        self._needs = Needs(run)
+        #: The tables that the head names.
+        self._layout: Layout | None = None
         self._chain: _Chain | None = None
         #: The run of which it is all; another one after a restore.
         self._of_run = ""
@@ -113,7 +117,8 @@ class Recorder:
         self._calls = 0
         self._newest_step = -1
         self._given_rows = LoggedRows()
-        self._bytes_at_step = 0
+        #: Rows that no durable mark of an ended stretch holds: the next one's first mark does.
+        self._owed: list[Rows] = []
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         self._staging = Staging((self._options or LogOptions()).buffer_bytes)
@@ -123,6 +128,15 @@ class Recorder:
         return None if self._stretch is None else self._stretch.writer
 
     # Marks.
+
+    def count(self) -> None:
+        """Counts a call of ``log()``: before anything that may fail on this process alone.
+
+        Raises:
+          StorageError: whether all save at this call cannot be found out.
+        """
+        self._calls += 1
+        self._needs.call()
 
     def log(self, step: int, split: Split, call: Call) -> Logged | Due:
         """Takes a mark; as ``CheckpointManager.log``.
@@ -138,27 +152,33 @@ class Recorder:
         options = self._options
         assert options is not None
         self._follow_run()
-        self._calls += 1
         number = self._calls
-        items = items_of(call.items)
-        rows = None if call.ids is None else taking.rows_of(call.ids, split)
+        if self._needs.agreed is not None and self._needs.agreed.anew:
+            self._chain, self._begun = None, False
+        failure = self._tell()
+        marks = self._marks(split, call.touched)
+        clocks = snapshot.clocks_of(split, marks)
+        reason, refused = self._due(split, clocks, call.lost, failure)
         self._check_above(step)
-        chain: _Chain | None = None
-        try:
-            reason = self._tell(options)
-            marks = self._marks(split, call.touched)
-            clocks = snapshot.clocks_of(split, marks)
-            reason = reason or self._why_not(split, clocks)
-            if rows is not None and self._chain is not None:
-                # Where nothing is taken, too: the next mark holds these rows.
-                self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
-            if reason is not None:
-                return Due(reason)
-            if self._ended is not None:
-                return self._logged(step, None, f"skipped: {self._ended}", call.started)
+        if reason is None:
             # Steps that training left are newer than its marks.
             self._run.roll_back(step)
-            self.begin(split)
+            if not self._begun or self._layout != split.layout:
+                self._open(split)
+        items = items_of(call.items)
+        rows = None if call.ids is None else taking.rows_of(call.ids, split)
+        if rows is not None and self._chain is not None:
+            # Where nothing is taken, too: the next mark holds these rows.
+            self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
+        chain: _Chain | None = None
+        try:
+            if reason is not None:
+                return Due(reason)
+            if refused or self._ended is not None:
+                why = self._ended or "this process could not do its part of the last save"
+                return self._logged(step, None, f"skipped: {why}", call.started)
+            if failure is not None and options.on_failure == "raise":
+                raise failure.error() from failure.cause
             full = call.full
             if full is None:
                 full = options.dense != "soft" and number % options.dense_every == 0
@@ -166,8 +186,8 @@ class Recorder:
             assert self._chain is not None and self._chain.last.settled is not None
             since = clocks_seen(clocks, self._chain.last.settled)
             if not self._take(step, number, split, marks, since, rows, items, full, call.started):
-                reason = "skipped: the buffer is full; the next call takes these rows too"
-                return self._logged(step, None, reason, call.started)
+                why = "skipped: the buffer is full; the next call takes these rows too"
+                return self._logged(step, None, why, call.started)
             chain = self._chain
         finally:
             if chain is None and rows is not None and self._stretch is not None:
@@ -258,13 +278,27 @@ class Recorder:
                 "restored, found an older or equal one; log each step once"
             )
 
+    def _due(
+        self, split: Split, clocks: Clocks, lost: bool, failure: Failure | None
+    ) -> tuple[str | None, bool]:
+        """Why a step must be saved; and whether this process alone can take no mark."""
+        if any(clock_exhausted(reading.clock) for reading in clocks.readings):
+            return "the clock is exhausted", False
+        reason = self._why_not(split, clocks)
+        needs, agreed = self._needs, self._needs.agreed
+        if agreed is not None:
+            return reason or agreed.reason, False
+        if reason is not None:
+            return (None, True) if needs.waits_for_others(split.layout) else (reason, False)
+        rootless = lost and self._chain is not None and not self._anchored(self._chain)
+        return needs.alone(self._writer, split.layout, failure, rootless=rootless), False
+
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
         """Why a step must be saved first; None where a mark can be taken.
 
-        All processes find the same: it depends on nothing that differs between them.
+        All processes find the same, unless one was refused its part of a save: it depends on
+        nothing else that differs between them.
         """
-        if any(clock_exhausted(reading.clock) for reading in clocks.readings):
-            return "the clock is exhausted"
         reason = "there is no step, and no point, that a mark could go on from"
         if self._chain is not None:
             reason = self._unfit(self._chain.last, split, clocks)
@@ -273,8 +307,6 @@ class Recorder:
             reason = self._unfit(known, split, clocks)
             if reason is None:
                 self._root_at(known)
-        if reason is None and self._run.among.count == 1 and self._is_long(split):
-            return "the log has grown to LogOptions.most_bytes"
         return reason
 
     def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
@@ -282,24 +314,20 @@ class Recorder:
             return "the tables are not those of the step below"
         return doubt(clocks, known)
 
-    def _is_long(self, split: Split) -> bool:
-        options, writer = self._options, self._writer
-        if options is None or writer is None:
-            return False
-        grown = writer.bytes_written - self._bytes_at_step
-        base = base_bytes(split.layout.groups) + writer.dense_bytes
-        return grown > options.most_bytes * max(base, _LEAST_BASE_BYTES)
-
     def _root_at(self, known: Known) -> None:
         """The next mark goes on from a save, or from the point that was restored above it."""
         anchor = known.info.save_id if known.continues is None else known.continues.save_id
         committed = known.continues is not None or self._run.lineage.is_committed(anchor)
-        if self._chain is not None and self._chain.last.layout != known.layout:
-            self._begun = False  # The head says what the tables are.
         self._chain = _Chain(last=known, root=anchor, anchor=anchor, committed=committed)
 
-    def _tell(self, options: LogOptions) -> str | None:
-        """Tells what has happened in the background; returns why a step must be saved."""
+    def _tell(self) -> Failure | None:
+        """Tells what has happened in the background; returns what has failed.
+
+        Raises:
+          FencedError: the root is another's.
+        """
+        for behind in self._needs.alarms():
+            self._run.tell_failure("log", None, behind, time.perf_counter())
         writer = self._writer
         if writer is None:
             return None
@@ -308,16 +336,13 @@ class Recorder:
         if writer.fenced is not None:
             raise writer.fenced
         failure = writer.take_failure()
-        if failure is None:
-            return None
-        for step in failure.steps:
-            self._run.tell_failure("log", step, failure.cause, failure.since)
-        if options.on_failure == "raise":
-            raise failure.error() from failure.cause
-        if writer.failures >= _FAILURES and self._run.among.count == 1:
-            return f"the log has failed again: {failure.cause}"
-        events.warn(str(failure.error()))
-        return None
+        if failure is not None:
+            for step in failure.steps:
+                self._run.tell_failure("log", step, failure.cause, failure.since)
+            assert self._options is not None
+            if self._options.on_failure == "save":
+                events.warn(str(failure.error()))
+        return failure
 
     def _logged(self, step: int, kind: Any, reason: str, started: float) -> Logged:
         return Logged(
@@ -384,6 +409,7 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the writer once all marks are durable, or have failed."""
+        self._needs.end()
         if self._stretch is not None:
             self._stretch.writer.close()
         if self._trimming is not None:
@@ -399,8 +425,11 @@ class Recorder:
           StorageError: it cannot be written.
         """
         self._follow_run()
-        if self._begun:
-            return
+        if not self._begun:
+            self._open(split)
+
+    def _open(self, split: Split) -> None:
+        """Begins a stretch: all processes do, at the same call."""
         run, logs = self._run, self._options is not None
         known, continues = run.lineage.newest_known, run.lineage.continues
         if self._ended is not None or (known is not None and known.continues != continues):
@@ -421,17 +450,18 @@ class Recorder:
             )
 
         number = run.among.of_first("beginning the log", write, fatal=True)
-        self._begun = True
-        owed: Rows = {}
+        self._needs.end()
         if self._stretch is not None:
-            owed = self._stretch.close()
+            self._owed.append(self._stretch.close())
             self._stretch = None
         if number is not None and logs:
             with run.among.together("looking for the log", fatal=True):
-                head = self._logs.head(number)
-                self._stretch = Stretch.open(run, head, self._logs)
-                self._stretch.writer.owe(owed)
-            self._bytes_at_step = 0
+                stretch = Stretch.open(run, self._logs.head(number), self._logs)
+            while self._owed:
+                stretch.writer.owe(self._owed.pop())
+            self._stretch, self._ended = stretch, None
+            self._needs.begin(stretch, split.layout, self._calls)
+        self._begun, self._layout = True, split.layout
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
@@ -458,31 +488,41 @@ class Recorder:
         assert known is not None
         if chain is None or not self._anchored(chain) or chain.last.layout != known.layout:
             self._root_at(known)
-        if (writer := self._writer) is not None:
+        writer = self._writer
+        self._needs.saved(writer)
+        if writer is not None:
             writer.roll()
-            self._bytes_at_step = writer.bytes_written
+
+    def refused(self, split: Split) -> None:
+        """See ``Log``: only a save of all makes this process's marks go on again."""
+        self._needs.refused(split.layout)
 
     def distrust(self, reason: str) -> None:
         """See ``Log``: a head that goes on from no point kills those of this run."""
         self._follow_run()
         if self._stretch is None:
             return
-        owed = self._stretch.close()
-        known = self._committed[-1] if self._committed else None
-        write_head(
-            self._logs,
-            run=self._run.lineage.run,
-            layout=None,
-            process_count=0,
-            base=known,
-            continues=None,
-            directory=None,
-        )
-        del owed  # Stamps, or ids, say no more what was touched.
+        # Stamps, or ids, say no more what was touched: what is owed counts for nothing.
+        self._stretch.close()
+        self._stretch.void()
+        self._owed.clear()
+        if self._logs.numbers()[0] == self._stretch.head.stretch:
+            # Else that is done, or the root is another trainer's, whose log this must not end.
+            self._run.held.check_lease()
+            write_head(
+                self._logs,
+                run=self._run.lineage.run,
+                layout=None,
+                process_count=0,
+                base=self._committed[-1] if self._committed else None,
+                continues=None,
+                directory=None,
+            )
         self._stretch, self._chain = None, None
         if self._run.among.count > 1:
-            # The others do not know of it: no mark of theirs makes a point without ours.
+            # No mark of the others makes a point without ours.
             self._ended = reason
+            self._needs.ask(reason, anew=True)
         else:
             self._begun = False
 
@@ -493,8 +533,10 @@ class Recorder:
             return
         self._of_run, self._begun, self._ended = lineage.run, False, None
         self._chain = None
+        self._needs.forget()
         self._newest_step = -1
         self._given_rows.forget()
+        self._owed.clear()
         self._committed.clear()
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)

@@ -39,7 +39,7 @@ class Stretch:
         self.head = head
         self._lock = threading.Lock()
         self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
-        self._progress = Progress(directory, run.among.index, head.process_count)
+        self.progress = Progress(directory, run.among.index, head.process_count)
         segments = SegmentWriter(
             directory / str(run.among.index),
             stretch=head.stretch,
@@ -69,7 +69,7 @@ class Stretch:
         Args:
           fresh: whether the others are asked how far they are.
         """
-        number = self._progress.of_all(fresh=fresh)
+        number = self.progress.of_all(fresh=fresh)
         with self._lock:
             found = (
                 one for one in reversed(self._durable) if one.full and one.save_id.attempt <= number
@@ -84,10 +84,14 @@ class Stretch:
         self.writer.close()
         return self.writer.take_owed()
 
+    def void(self) -> None:
+        """Has the other processes know that no mark of this one counts."""
+        self.progress.note(0, 0)
+
     def _is_durable(self, mark: Durable) -> None:
         with self._lock:
             self._durable.append(mark)
-        self._progress.note(mark.save_id.attempt, mark.save_id.step)
+        self.progress.note(mark.save_id.attempt, mark.save_id.step)
 
 
 def write_head(

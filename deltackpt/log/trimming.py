@@ -6,14 +6,11 @@ Those above the step before the newest stay, so that a damaged step costs nothin
 
 from __future__ import annotations
 
-import contextlib
-
-from deltackpt.errors import RestoreError
-from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.stretches import Logs
 from deltackpt.storage.store import Spot
+from deltackpt.upkeep import stretches
 
 
 def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
@@ -41,15 +38,4 @@ def trim(at: Spot, head: StretchHead, process: int, step: SaveId) -> None:
     if process == 0 and step.run == head.run:
         for number in logs.numbers():
             if number < head.stretch:
-                _remove(logs, at, number)
-
-
-def _remove(logs: Logs, at: Spot, number: int) -> None:
-    """Removes a stretch: its logs first, since no head would name them otherwise."""
-    place = at / names.stretch_name(number)
-    folders = {at / str(number)}
-    with contextlib.suppress(RestoreError):  # Nobody can say where else it was.
-        folders.add(logs.segments_of(logs.head(number)))
-    for folder in folders:
-        folder.store.delete([(folder / key).key for key in folder.keys()])
-    place.store.delete([place.key])
+                stretches.remove(logs, number)

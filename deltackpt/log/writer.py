@@ -130,7 +130,7 @@ class LogWriter:
         #: Bytes of dense leaves of the newest full mark.
         self.dense_bytes = 0
         #: Batches in a row that failed.
-        self.failures = 0
+        self._failures = 0
 
     # On the training thread.
 
@@ -198,6 +198,14 @@ class LogWriter:
         with self._changed:
             failure, self.failure = self.failure, None
         return failure
+
+    def has_failed(self, times: int) -> bool:
+        """Whether batches have failed so often in a row; one that fails later does so again."""
+        with self._changed:
+            if self._failures < times:
+                return False
+            self._failures = times - 1
+        return True
 
     def roll(self) -> None:
         """Has the next batch begin a file."""
@@ -291,7 +299,7 @@ class LogWriter:
         now = time.perf_counter()
         done, self._written = self._written, []
         self._durable_at = self._segments.position
-        self._durable, self.failures = done[-1].batch.save_id, 0
+        self._durable, self._failures = done[-1].batch.save_id, 0
         for wanted in done:
             batch = wanted.batch
             self._notify(Durable(batch.save_id, batch.full, batch.unix_ns / 1e9))
@@ -305,9 +313,8 @@ class LogWriter:
     def _give_up(self, wanted: Wanted, error: Exception) -> None:
         """Gives up everything that is not durable; the rows are owed."""
         with self._changed:
-            lost = [*self._written, *self._queue]
-            if wanted not in lost:
-                lost.insert(0, wanted)
+            # It is not among the written ones where those could not be forced before it.
+            lost = [*self._written, *({wanted} - {*self._written}), *self._queue]
             self._queue.clear()
             self._written = []
             self._bytes = 0
@@ -321,7 +328,7 @@ class LogWriter:
             if (before := self.failure) is not None:
                 steps, since = (*before.steps, *steps), before.since
             self.failure = Failure(steps, error, since)
-            self.failures += 1
+            self._failures += 1
             if isinstance(error, FencedError):
                 self.fenced = error
         for one in lost:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple
 
 from deltackpt.errors import OptionError
-from deltackpt.events import Event, RestoreEvent, SaveEvent
+from deltackpt.events import Event, LogEvent, RestoreEvent, SaveEvent
 from deltackpt.policy.regimes import Cost, RecoveryKind, RegimeAdvice, advise_regime
 
 #: Of each kind: enough for a steady median, few enough to follow a job that changes.
@@ -25,15 +25,6 @@ class _Taken(NamedTuple):
     stall_secs: float
     persist_secs: float
     nbytes: int
-
-
-class _FullMark(Protocol):
-    """What is used of the event of a mark that holds dense leaves too."""
-
-    blocked_secs: float
-    durable_secs: float
-    bytes_written: int
-    dense_bytes: int
 
 
 class MeasuredCosts:
@@ -69,7 +60,7 @@ class MeasuredCosts:
             self._taken[event.kind].append(taken)
         elif isinstance(event, RestoreEvent) and event.bytes_read:
             self._secs_per_byte.append(event.total_secs / event.bytes_read)
-        elif _is_full_mark(event):
+        elif isinstance(event, LogEvent) and event.kind == "full":
             rows_bytes = event.bytes_written - event.dense_bytes
             self._taken["log"].append(_Taken(event.blocked_secs, event.durable_secs, rows_bytes))
 
@@ -108,11 +99,6 @@ class MeasuredCosts:
             step_secs=step_secs,
             max_overhead=max_overhead,
         )
-
-
-def _is_full_mark(event: Any) -> TypeGuard[_FullMark]:
-    """Whether a run can be continued from what the event tells of."""
-    return hasattr(event, "durable_secs") and event.kind == "full"
 
 
 def _median(values: Iterable[float]) -> float:

@@ -94,6 +94,26 @@ class Mark(NamedTuple):
     nbytes: int
 
 
+class Break(NamedTuple):
+    """Where a segment holds no further frame although its file goes on.
+
+    Attributes:
+      segment: where its file is.
+      at: the first byte that is of no frame.
+      seq: that the next frame would have.
+      is_last: whether the writer can have been killed there: no segment of its part follows.
+      counts: whether a frame there would count: no later part says that it goes on from before.
+      problem: what is there instead.
+    """
+
+    segment: Spot
+    at: int
+    seq: int
+    is_last: bool
+    counts: bool
+    problem: Damaged
+
+
 @dataclasses.dataclass(eq=False)
 class _Scan:
     """How far a segment was looked through.
@@ -162,6 +182,24 @@ class ProcessLog:
         ]
 
     @property
+    def breaks(self) -> list[Break]:
+        """Where segments break off: all of ``damage``, with what can be told of it."""
+        last = self._last_that_count()
+        newest = {place.part: place for place in sorted(self._scans)}
+        return [
+            Break(
+                segment=self._spot / names.segment_name(*place),
+                at=scan.at,
+                seq=scan.seq,
+                is_last=newest[place.part] == place,
+                counts=scan.seq <= last.get(place.part, scan.seq),
+                problem=scan.problem,
+            )
+            for place, scan in sorted(self._scans.items())
+            if scan.problem is not None
+        ]
+
+    @property
     def segments(self) -> dict[str, tuple[Mark, ...]]:
         """The marks of each segment by its name, oldest first."""
         return {names.segment_name(*at): (*self._marks[at],) for at in sorted(self._marks)}
@@ -209,13 +247,13 @@ class ProcessLog:
         expected = Place(place.part, self._process, scan.seq, frame.place.step)
         if frame.place != expected or (frame.kind == Kind.BEGIN) != (scan.at == 0):
             raise Damaged(frame.name, f"a frame at {expected}", f"{frame.kind.name} {frame.place}")
-        scan.at = frame.end
         if isinstance(frame.head, BeginHead):
             if frame.head.stretch != self._stretch:
                 found = f"stretch {frame.head.stretch}"
                 raise Damaged(frame.name, f"the log of stretch {self._stretch}", found)
-            scan.crc32c, scan.after = frame.head.crc32c, frame.head.after
+            scan.at, scan.crc32c, scan.after = frame.end, frame.head.crc32c, frame.head.after
             return
+        scan.at = frame.end
         scan.seq, scan.crc32c = scan.seq + 1, frame.body_crc32c
         if not isinstance(frame.head, MarkHead):
             scan.pending.append(frame)
@@ -287,7 +325,7 @@ def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
         segment=segment,
         start=start,
         body_bytes=prefix.body_bytes,
-        kind=prefix.kind,
+        kind=Kind(prefix.kind),
         place=prefix.place,
         head=head,
         head_crc32c=prefix.crc32c,

@@ -157,8 +157,15 @@ def items_of(way: Way) -> dict[str, Any]:
             sizes = [item.nbytes for item in head.items]
             bodies = frames.pieces_of(sizes, frame.read(), frame.name)
             for item, data in zip(head.items, bodies, strict=True):
-                found[item.name] = bytes(data) if item.kind == "bytes" else json.loads(bytes(data))
+                found[item.name] = bytes(data) if item.kind == "bytes" else _json(data, frame.name)
     return found
+
+
+def _json(data: memoryview, name: str) -> Any:
+    try:
+        return json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(name, "an item of JSON", str(error)) from error
 
 
 def _check_layout(leg: Leg, layout: Layout, way: Way) -> None:
@@ -287,8 +294,10 @@ class LoggedRows:
         segment = self.frame.head.segment
         stored = frames.arrays_of(segment, self.frame.read(), self.frame.name)
         rows = _row_numbers(segment, stored, self.group, self.frame.name)
+        if not len(rows):
+            return None
         self.seen.add(self.group.name, rows)
-        block = _decodable(segment, stored, self.group, rows)
+        block = _decodable(segment, stored, self.group, rows, self.frame.name)
         if self.newer is None:
             return block
         fresh = ~self.newer[rows]
@@ -409,7 +418,11 @@ class _Block:
 
 
 def _decodable(
-    segment: Segment, stored: Mapping[str, np.ndarray], group: GroupEntry, rows: np.ndarray
+    segment: Segment,
+    stored: Mapping[str, np.ndarray],
+    group: GroupEntry,
+    rows: np.ndarray,
+    name: str,
 ) -> _Block:
     arrays: dict[str, np.ndarray] = {}
     beside = []
@@ -417,10 +430,13 @@ def _decodable(
         spec = segment.spec(group, field)
         codec, dtype = codecs.get(spec.codec), codecs.dtype_of(spec.dtype)
         for suffix in codec.stored(spec.trailing, dtype):
-            name = codecs.array_name(field, suffix)
-            arrays[name] = stored[name]
+            array = codecs.array_name(field, suffix)
+            arrays[array] = stored[array]
         at = stored.get(codecs.array_name(field, codecs.BESIDE_AT))
         if at is not None:
+            ascending = np.all(at[1:] > at[:-1])
+            if len(at) and not (ascending and 0 <= at[0] and at[-1] < len(rows)):
+                raise Damaged(name, f"ascending places of {len(rows)} rows", "others")
             values = stored[codecs.array_name(field, codecs.BESIDE)].view(dtype)
             fields = {field: values.reshape(-1, *spec.trailing)}
             beside.append(RowBlock(segment.group, rows[at], segment.columns, fields))
@@ -513,11 +529,14 @@ def undiffered(data: memoryview, before: memoryview, itemsize: int, name: str) -
     """
     nbytes = before.nbytes
     try:
-        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes)
+        # It takes memory for as many bytes as the data say that there are.
+        if (claimed := zstandard.frame_content_size(data)) != nbytes:
+            raise Damaged(name, f"a difference of {nbytes} bytes", f"{claimed} bytes")
+        plain = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise Damaged(name, "bytes of zstd", str(error)) from error
-    if len(plain) != nbytes or nbytes % itemsize:
-        raise Damaged(name, f"a difference of {nbytes} bytes", f"{len(plain)} bytes")
+    if nbytes % itemsize:
+        raise Damaged(name, f"numbers of {itemsize} bytes", f"{nbytes} bytes")
     planes = np.frombuffer(plain, np.uint8).reshape(itemsize, -1)
     found = np.ascontiguousarray(planes.T).reshape(-1)
     return np.bitwise_xor(found, np.frombuffer(before, np.uint8)).data

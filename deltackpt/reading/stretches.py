@@ -231,6 +231,9 @@ def _marks_down_to(
             return (tuple(reversed(found)), current) if found or save_id == current else None
         found.append(mark)
         current = mark.parent
+        if current.step >= mark.save_id.step:
+            # It is the save of the same step: its id may be that of a mark, too.
+            break
     return tuple(reversed(found)), current
 
 
@@ -276,8 +279,8 @@ class Logs:
         return found
 
     def segments_of(self, head: StretchHead) -> Spot:
-        """The folder of a stretch's logs."""
-        at = self.at if head.directory is None else spot(head.directory)
+        """The folder of a stretch's logs; another directory may be that of several roots."""
+        at = self.at if head.directory is None else spot(head.directory) / head.run
         return at / str(head.stretch)
 
     def read(self) -> History:
@@ -313,16 +316,28 @@ class Logs:
             self._logs[key] = ProcessLog(folder, head.stretch, process)
         return self._logs[key]
 
+    def era(self, head: StretchHead, last: SaveId | None) -> Era:
+        """A stretch up to a mark, as it stands now; also one that counts no more.
+
+        Args:
+          head: of the stretch.
+          last: the last mark that counts; None for all.
+
+        Raises:
+          StorageError: its logs cannot be read.
+        """
+        processes = {}
+        for process in range(head.process_count):
+            log = self.log_of(head, process)
+            log.advance()
+            marks = {mark.save_id: mark for mark in log.marks if _counts(mark, head, last)}
+            processes[process] = _Log(log, marks)
+        return Era(head, last, processes)
+
     def _eras(self, head: StretchHead) -> Iterator[Era]:
         last: SaveId | None = None
         while True:
-            processes = {}
-            for process in range(head.process_count):
-                log = self.log_of(head, process)
-                log.advance()
-                marks = {mark.save_id: mark for mark in log.marks if _counts(mark, head, last)}
-                processes[process] = _Log(log, marks)
-            yield Era(head, last, processes)
+            yield self.era(head, last)
             if head.continues is None:
                 return
             last = head.continues.save_id
@@ -379,3 +394,46 @@ def newest_way(
 def _between(mark: SaveId, step: SaveId, point: LogPoint) -> bool:
     """Whether a mark of the point's run lies above a step, and not above the point."""
     return mark.run == point.save_id.run and step.step < mark.step and mark <= point.save_id
+
+
+class Covering(NamedTuple):
+    """A way, and all points that it comes by, oldest first; the last is where it leads."""
+
+    way: Way
+    points: tuple[LogPoint, ...]
+
+
+def coverings(
+    history: History, steps: Mapping[int, SaveId]
+) -> tuple[list[Covering], list[LogPoint]]:
+    """Few ways that come by all points which can be reached, soft ones too, each by one of them.
+
+    Args:
+      history: of the logs.
+      steps: committed steps, by number.
+
+    Returns:
+      The ways, newest first; and the points that no step leads to, newest first.
+    """
+    below = sorted((one for one in steps if history.has_step(steps[one])), reverse=True)
+    points = history.points()
+    found: list[Covering] = []
+    unreached: list[LogPoint] = []
+    passed: set[SaveId] = set()
+    for point in points:
+        if point.save_id in passed:
+            continue
+        ways = (history.way(point, steps[step]) for step in below if step <= point.step)
+        way = next((way for way in ways if way is not None), None)
+        if way is None:
+            unreached.append(point)
+            continue
+        along = {point.save_id}
+        for leg in way.legs:
+            along |= set.intersection(
+                *({mark.save_id for mark in marks} for marks in leg.marks.values())
+            )
+        on = [one for one in reversed(points) if one.save_id in along - passed]
+        passed |= along
+        found.append(Covering(way, tuple(on)))
+    return found, unreached

@@ -39,14 +39,24 @@ from deltackpt.ledger.leftovers import is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
+from deltackpt.reading.log_states import log_state
+from deltackpt.reading.stretches import Logs
 from deltackpt.storage import buckets, digests, files
 from deltackpt.storage.store import Spot, Stamp
-from deltackpt.upkeep import compact
+from deltackpt.upkeep import compact, stretches
 
 #: A trainer that changed something within this time may live.
 QUIET_SECS = 3600.0
 
-Kind = Literal["cut save", "cut deletion", "cut compaction", "compacted base", "step", "rollback"]
+Kind = Literal[
+    "cut save",
+    "cut deletion",
+    "cut compaction",
+    "compacted base",
+    "step",
+    "rollback",
+    "stretch",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,6 +178,9 @@ def _look(
         ]
     gone = {entry.name for entry in found if entry.kind == "step"}
     kept = sorted(step for step in opened.steps() if str(step) not in gone)
+    of_log, told = _stretches(opened, kept)
+    found += of_log
+    notes += told
     return Collectable(
         directory=str(path),
         removable=tuple(found),
@@ -223,7 +236,11 @@ def collect(
         )
         found = _look(path, item, retention, rolled_back, checked)
         for number, removable in enumerate(found.removable):
-            _move_to_trash(opened, removable, number)
+            if removable.kind == "stretch":
+                opened.check_lease()
+                stretches.remove(Logs(opened.log_at), int(Path(removable.name).name))
+            else:
+                _move_to_trash(opened, removable, number)
         opened.empty_trash()
         with files.typed_errors(path, "remove what is empty"):
             _remove_empty(path, item)
@@ -378,6 +395,28 @@ def _cut(at: Spot) -> Iterator[Removable]:
             yield _removable(folder / name, "cut deletion", "it was being deleted")
     for name in filter(names.is_compaction, bases.folders()):
         yield _removable(bases / name, "cut compaction", "it was never published")
+
+
+def _stretches(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
+    """Stretches of the log that no restore can need once only some steps are kept."""
+    log = log_state(opened.log_at)
+    if log.problem is not None:
+        return [], [f"the log stays: nobody can tell what counts of it: {log.problem}"]
+    known = opened.saves()
+    needless = log.needless(
+        {step: info.save_id for step in kept if (info := known.get(step)) is not None}
+    )
+    found = [
+        Removable(
+            name=f"{names.LOG}/{state.number}",
+            kind="stretch",
+            reason=needless[state.number],
+            nbytes=state.nbytes,
+        )
+        for state in log.stretches
+        if state.number in needless
+    ]
+    return found, []
 
 
 class _Plan:

@@ -7,10 +7,11 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.format.manifest import SaveId
+from deltackpt.reading.stretches import LogPoint
 
 #: What a problem keeps from being restored: the save and those whose chains go through it, the
-#: step alone, or nothing, since no restore reads it.
-Stops = Literal["chain", "step", "nothing"]
+#: step alone, points of the log, or nothing, since no restore reads it.
+Stops = Literal["chain", "step", "points", "nothing"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,44 @@ class StepVerdict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PointVerdict:
+    """Whether a full point of the log can be restored.
+
+    Attributes:
+      point: the point.
+      step: the step that it is restored from; None where it cannot be.
+      broken_by: why it cannot; empty where it can.
+    """
+
+    point: LogPoint
+    step: int | None
+    broken_by: str = ""
+
+    @property
+    def restorable(self) -> bool:
+        """Whether it can, bit for bit."""
+        return self.step is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogReport:
+    """What was found of the log between the steps.
+
+    Attributes:
+      points: whether each full point can be restored, ascending; not those that trimming has left
+        without the marks below them, which a newer step stands for.
+      problems: what is wrong with what counts.
+      notes: where logs end, and stretches that count no more; none of it is damage.
+      file_count: files that were read.
+    """
+
+    points: tuple[PointVerdict, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    file_count: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RootReport:
     """What was found of a directory.
 
@@ -95,8 +134,9 @@ class RootReport:
       directory: the directory.
       steps: whether each step can be restored, in ascending order.
       saves: what was found of each save that was verified.
+      points: whether each full point of the log can be restored, ascending.
       problems: everything that is wrong: with the directory itself (its leases), then with each of
-        its saves.
+        its saves, then with its log.
       notes: what is left of cut saves, deletions and compactions, and names that are not known;
         none of it is damage.
       file_count: files that were read.
@@ -107,6 +147,7 @@ class RootReport:
     directory: str
     steps: tuple[StepVerdict, ...]
     saves: tuple[SaveReport, ...]
+    points: tuple[PointVerdict, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     file_count: int

@@ -40,7 +40,15 @@ from deltackpt.reading.meter import Meter, Progress
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, Stamp
 from deltackpt.upkeep.structure import structure_problems
-from deltackpt.upkeep.verdicts import Problem, RootReport, SaveReport, StepVerdict, Stops
+from deltackpt.upkeep.verdicts import (
+    LogReport,
+    Problem,
+    RootReport,
+    SaveReport,
+    StepVerdict,
+    Stops,
+)
+from deltackpt.upkeep.verify_log import verify_log
 
 #: How often the directory is listed anew where a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -90,16 +98,23 @@ def verify_root(
             f"{opened}: expected the steps {sorted(gone)} to stay while they were verified, "
             "found them removed; verify steps that stand"
         )
-    others, notes = (), ()
+    others, notes, log = (), (), LogReport()
+    if steps is None:
+        log = verify_log(opened.log_at, audit.restorable(verdicts), audit.meter)
     if steps is None and isinstance(opened, Root):
         others, notes = _outside(opened.path)
     return RootReport(
         directory=str(opened),
         steps=verdicts,
         saves=audit.reports,
-        problems=(*others, *(found for save in audit.reports for found in save.problems)),
-        notes=(*audit.notes, *notes),
-        file_count=sum(save.file_count for save in audit.reports),
+        points=log.points,
+        problems=(
+            *others,
+            *(found for save in audit.reports for found in save.problems),
+            *log.problems,
+        ),
+        notes=(*audit.notes, *notes, *log.notes),
+        file_count=sum(save.file_count for save in audit.reports) + log.file_count,
         bytes_read=audit.meter.done,
         seconds=time.perf_counter() - started,
     )
@@ -166,6 +181,11 @@ class _Audit:
             if not fresh and not self._changes():
                 break
         return verdicts
+
+    def restorable(self, verdicts: Iterable[StepVerdict]) -> dict[int, SaveId]:
+        """Save ids of the steps that can be restored, by number."""
+        infos = {one.step: self._found[str(one.step)][2] for one in verdicts if one.restorable}
+        return {step: info.save_id for step, info in infos.items() if info is not None}
 
     def _changes(self) -> bool:
         """Whether the directory changes within a moment: what is missing may be replaced."""
@@ -447,7 +467,7 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
             notes.append(f"{name}/: a copy that was cut off, or is under way")
         elif leftovers.is_leftover(name):
             notes.append(f"{name}: a save that was cut off, or is under way")
-        elif not leftovers.is_known(name):
+        elif name != names.LOG and not leftovers.is_known(name):
             notes.append(f"{name}: neither deltackpt nor Orbax wrote it")
     return tuple(problems), tuple(notes)
 

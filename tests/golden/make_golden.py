@@ -7,20 +7,25 @@ states that a formula gives; ``parts-v<n>`` the same, written by two processes; 
 the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
+``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point.
 ``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +33,7 @@ import ml_dtypes
 import numpy as np
 
 import deltackpt
-from deltackpt.format import extents, manifest, names
+from deltackpt.format import extents, frames, manifest, names
 from deltackpt.format.manifest import SaveId
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
@@ -258,6 +263,96 @@ def write_pack(directory: Path) -> None:
     (directory / f"{pack.label.key}.{pack.label.crc32c:08x}").write_bytes(data)
 
 
+#: Of the golden logs: rows of one table are codes, with rows beside them.
+LOGGED_HANDLERS = {
+    "embeddings": deltackpt.Tables(
+        select="tables/*",
+        slots={"tables/users": {"accumulator": "slots/users"}},
+        codec={"tables/coarse": deltackpt.CodecChoice(delta="int8", base="raw")},
+    )
+}
+#: The step below the logs, the point that the second run goes on from, and where both end.
+LOGGED_FROM, GOES_ON_FROM, FIRST_END, SECOND_END = 10, 15, 16, 20
+#: Marks without dense leaves, and the one that the disk refuses.
+SOFT, REFUSED = (13, 18), 14
+
+
+def logged_state_at(step: int, run: int) -> dict:
+    """The state at a step of one of the two logged runs: a formula, too."""
+    users = np.arange(200, dtype=np.float64).reshape(50, 4) / 7 - 3
+    coarse = np.arange(80, dtype=np.float64).reshape(40, 2) / 7 - 3
+    accumulators = np.zeros(50, np.float32)
+    for later in range(LOGGED_FROM + 1, step + 1):
+        by = later + (run if later > GOES_ON_FROM else 0)
+        users[later % 10 :: 10] += by
+        coarse[later % 10 :: 10] *= by
+        accumulators[later % 10 :: 10] += by
+    if step > LOGGED_FROM:
+        coarse[1] = np.nan, np.inf
+    return {
+        "tables": {
+            "users": jnp.asarray(users.astype(np.float32)),
+            "coarse": jnp.asarray(coarse.astype(np.float32)),
+        },
+        "slots": {"users": jnp.asarray(accumulators)},
+        "dense": {"kernel": jnp.arange(60.0).reshape(20, 3) / step + run, "step": step},
+    }
+
+
+def log_run(root: Path, run: int, steps: range, dense: Any) -> None:
+    """Logs the steps of a run, which begins with a base, or goes on from a point."""
+    options = deltackpt.ManagerOptions(log=deltackpt.LogOptions(dense=dense))
+    with deltackpt.CheckpointManager(root, handlers=LOGGED_HANDLERS, options=options) as manager:
+        before = logged_state_at(steps[0] - 1, run)
+        touched = deltackpt.touched.init(
+            {f"tables/{name}": leaf for name, leaf in before["tables"].items()}
+        )
+        if run == 0:
+            manager.save(LOGGED_FROM, before, touched=touched)
+            manager.wait()
+        else:
+            touched = manager.restore(GOES_ON_FROM, before).touched
+            assert touched is not None
+        for step in steps:
+            rows = {"users": jnp.arange(step % 10, 50, 10), "coarse": jnp.arange(step % 10, 40, 10)}
+            touched = deltackpt.touched.mark(touched, rows | {"coarse": _with_odd(rows["coarse"])})
+            fails = mock.patch.object(os, "fdatasync", side_effect=OSError(errno.EIO, "injected"))
+            with warnings.catch_warnings(), fails if step == REFUSED else mock.MagicMock():
+                warnings.simplefilter("ignore")
+                manager.log(
+                    step,
+                    logged_state_at(step, run),
+                    touched=touched,
+                    items={"position": {"step": step, "run": run}, "raw": bytes([step, run])},
+                    full=False if step in SOFT else None,
+                )
+                try:
+                    manager.wait_logged()
+                except deltackpt.errors.LogFailed:
+                    assert step == REFUSED
+
+
+def _with_odd(rows: jnp.ndarray) -> jnp.ndarray:
+    """Some rows, and the one that no codec holds."""
+    return jnp.concatenate([rows, jnp.asarray([1])])
+
+
+def write_log(root: Path) -> None:
+    """Writes a base and the logs of two runs, and what its points hold."""
+    log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), "whole")
+    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), "xor")
+    for leftover in root.glob("lease.*"):
+        leftover.unlink(missing_ok=True)
+    found = {}
+    options = deltackpt.ManagerOptions(access="read")
+    with deltackpt.CheckpointManager(root, handlers=LOGGED_HANDLERS, options=options) as manager:
+        for point in manager.points():
+            run = int(point.step > GOES_ON_FROM)
+            state = manager.restore(point, logged_state_at(point.step, run)).state
+            found[str(point.step)] = digests(state)
+    (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Writes what is not there yet of the current format version."""
     plain = HERE / f"v{manifest.FORMAT_VERSION}"
@@ -278,6 +373,9 @@ def main() -> None:
     packed = HERE / "pack-v1"
     if not packed.exists():
         write_pack(packed)
+    logged = HERE / f"log-v{frames.VERSION}"
+    if not logged.exists():
+        write_log(logged)
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)

@@ -86,8 +86,9 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
 
 
 def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
-    """Steps, leftovers and the lease."""
+    """Steps, the log between them, leftovers and the lease."""
     from deltackpt.ledger.directory import Root
+    from deltackpt.upkeep.doctor.log import log_findings
 
     path = Path(directory).absolute()
     if not SCHEME.match(directory) and not path.exists():
@@ -103,6 +104,8 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     try:
         with contextlib.closing(Root.open(directory, read_only=True)) as opened:
             steps = sorted(opened.steps())
+            known = {step: info.save_id for step, info in opened.saves().items() if info}
+            log_at = opened.log_at
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
         yield Finding(
@@ -130,6 +133,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         found=f"{len(steps)} committed{newest}",
         figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
     )
+    yield from log_findings(log_at, known)
     yield from _leftovers(path, entries)
     yield from _lease(path, entries)
 

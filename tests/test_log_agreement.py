@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How processes agree on a call at which all save: every interleaving of a small job, and more."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from deltackpt.log.agreement import Leader, Member, Proposal, Settle, Status, Wish, too_long
+
+NEEDED = Wish("one process needs it", anew=False)
+DEADLINE_SECS = 10.0
+
+
+class Job:
+    """Some processes, and what has been told of them: every message comes late, or not at all."""
+
+    def __init__(self, count: int, calls: int, *, wishing: int):
+        self.members = [Member() for _ in range(count)]
+        self.calls = [0] * count
+        self.most_calls = calls
+        self.wishing: int | None = wishing
+        self.leader = Leader(count, DEADLINE_SECS)
+        self.now = 0.0
+        self.proposal: Proposal | None = None
+        self.statuses: dict[int, Status] = {}
+        self.outcomes: dict[int, bool] = {}
+        #: Of each process the proposal whose outcome it waits for.
+        self.waits: list[Proposal | None] = [None] * count
+        self.saved: list[tuple[int, ...]] = [()] * count
+        self.dead: set[int] = set()
+        self.losses = 1
+
+    def key(self) -> object:
+        members = tuple((m._calls, m._heard, m._accepted) for m in self.members)
+        leader = tuple(vars(self.leader).values())
+        told = tuple(sorted(self.statuses.items()))
+        outcomes = tuple(sorted(self.outcomes.items()))
+        rest = (self.wishing, self.now, self.proposal, tuple(self.waits), tuple(self.saved))
+        return members, leader, told, outcomes, rest, frozenset(self.dead)
+
+    # What may happen next, in any order.
+
+    def events(self) -> Iterator[tuple[str, int]]:
+        for process, member in enumerate(self.members):
+            if process in self.dead:
+                continue
+            if self.waits[process] is not None:
+                yield "give up", process
+                if self.waits[process].id in self.outcomes:
+                    yield "learn", process
+            elif self.calls[process] < self.most_calls:
+                yield "call", process
+            if self.proposal is not None and self.proposal.id >= member.next_id:
+                yield "hear", process
+            if self.statuses.get(process) != self._status(process):
+                yield "tell", process
+            if process and self.losses:
+                yield "die", process
+        if 0 not in self.dead:
+            yield "lead", 0
+
+    def do(self, event: str, process: int) -> None:
+        getattr(self, event.replace(" ", "_"))(process)
+
+    def call(self, process: int) -> None:
+        self.calls[process] += 1
+        self.waits[process] = self.members[process].call()
+
+    def learn(self, process: int) -> None:
+        proposal = self.waits[process]
+        assert proposal is not None
+        self.waits[process] = None
+        if self.outcomes[proposal.id]:
+            self.saved[process] += (proposal.number,)
+            if process == self.wishing:
+                self.wishing = None
+
+    def give_up(self, process: int) -> None:
+        proposal = self.waits[process]
+        assert proposal is not None
+        self.outcomes.setdefault(proposal.id, False)
+        self.learn(process)
+
+    def hear(self, process: int) -> None:
+        assert self.proposal is not None
+        self.members[process].hear(self.proposal)
+
+    def tell(self, process: int) -> None:
+        self.statuses[process] = self._status(process)
+
+    def die(self, process: int) -> None:
+        self.dead.add(process)
+        self.losses -= 1
+
+    def lead(self, _: int) -> None:
+        found = self.leader.look(self.now, self.statuses, None)
+        if isinstance(found, Proposal):
+            self.proposal = found
+        elif isinstance(found, Settle):
+            yes = self.outcomes.setdefault(found.proposal.id, found.yes)
+            answers = [s for s in self.statuses.values() if s.heard == found.proposal.id]
+            refused = not all(one.accepted for one in answers)
+            self.leader.settled(self.now, yes=yes, refused=refused)
+
+    def _status(self, process: int) -> Status:
+        return self.members[process].status(NEEDED if process == self.wishing else None)
+
+    def check(self) -> None:
+        """Where one saves, every other one that comes to the call saves, or will."""
+        for numbers in self.saved:
+            for number in numbers:
+                for process, calls in enumerate(self.calls):
+                    waits = self.waits[process]
+                    undecided = waits is not None and waits.number == number
+                    passed = calls >= number and not undecided
+                    assert not passed or number in self.saved[process], vars(self)
+
+
+@pytest.mark.parametrize(("count", "calls", "losses"), [(2, 3, 1), (2, 4, 0), (3, 2, 0)])
+def test_in_every_interleaving_nobody_saves_unless_all_who_come_to_the_call_do(
+    count, calls, losses
+):
+    first = Job(count, calls, wishing=count - 1)
+    first.losses = losses
+    seen, waiting, agreed, refused, lost = {first.key()}, [first], 0, 0, 0
+    while waiting:
+        job = waiting.pop()
+        job.check()
+        agreed += any(job.saved)
+        refused += False in job.outcomes.values()
+        lost += bool(job.dead) and any(job.saved)
+        if job.leader._id > 1 + (count == 2):
+            continue
+        for event in job.events():
+            after = copy.copy(job)
+            for name, value in vars(job).items():
+                if isinstance(value, (list, dict, set, Leader)):
+                    setattr(after, name, copy.copy(value))
+            after.members = [copy.copy(member) for member in job.members]
+            after.do(*event)
+            if (key := after.key()) not in seen:
+                seen.add(key)
+                waiting.append(after)
+    assert agreed and refused and bool(lost) == bool(losses)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_at_random_all_save_in_the_end_however_messages_are_delayed(count, seed):
+    rng = random.Random(f"{count} {seed}")
+    job = Job(count, 1 << 30, wishing=rng.randrange(count))
+    job.losses = 0
+    while job.wishing is not None or len({*job.saved}) > 1:
+        # Training keeps them within a step of each other.
+        ahead = {("call", p) for p in range(count) if job.calls[p] > min(job.calls)}
+        events = [e for e in job.events() if e[0] != "give up" and e not in ahead]
+        weights = [8 if event[0] == "call" else 1 for event in events]
+        job.do(*rng.choices(events, weights)[0])
+        job.check()
+        job.now += 0.01
+        assert min(job.calls) < 20_000
+    assert {len(numbers) for numbers in job.saved} == {1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_a_process_is_lost_nobody_saves_alone_and_nobody_waits_for_ever(seed):
+    rng = random.Random(seed)
+    job = Job(3, 400, wishing=1)
+    job.die(2)
+    while min(job.calls[:2]) < job.most_calls:
+        event = rng.choice(list(job.events()))
+        job.do(*event)
+        job.check()
+        job.now += 0.1
+    assert job.saved == [(), (), ()]
+
+
+def test_a_refusal_leads_to_a_proposal_further_ahead():
+    leader, ahead = Leader(1, DEADLINE_SECS), []
+    for now in range(4):
+        proposal = leader.look(now, {0: Status(calls=5, wish=NEEDED, heard=now)}, None)
+        assert isinstance(proposal, Proposal)
+        ahead.append(proposal.number - 5)
+        answer = Status(calls=9, wish=NEEDED, heard=proposal.id, accepted=False)
+        found = leader.look(now, {0: answer}, None)
+        assert found == Settle(proposal, False)
+        leader.settled(now, yes=False, refused=True)
+    assert ahead == [2, 4, 8, 16]
+
+
+def test_a_proposal_that_nobody_answers_is_withdrawn_and_the_next_comes_later():
+    leader = Leader(2, DEADLINE_SECS)
+    statuses = {0: Status(wish=NEEDED), 1: Status()}
+    proposal = leader.look(0.0, statuses, None)
+    assert isinstance(proposal, Proposal)
+    assert leader.look(DEADLINE_SECS - 1, statuses, None) is None
+    assert leader.look(DEADLINE_SECS, statuses, None) == Settle(proposal, False)
+    leader.settled(DEADLINE_SECS, yes=False, refused=False)
+    assert leader.look(DEADLINE_SECS + 0.5, statuses, None) is None
+    assert isinstance(leader.look(DEADLINE_SECS + 1, statuses, None), Proposal)
+
+
+def test_what_a_process_said_before_the_agreed_call_asks_for_no_second_step():
+    leader, wishing = Leader(1, DEADLINE_SECS), Status(calls=5, wish=NEEDED)
+    proposal = leader.look(0.0, {0: wishing}, None)
+    assert isinstance(proposal, Proposal)
+    accepted = wishing._replace(heard=1, accepted=True)
+    assert leader.look(0.0, {0: accepted}, None) == Settle(proposal, True)
+    leader.settled(0.0, yes=True, refused=False)
+    assert leader.look(0.0, {0: accepted}, None) is None
+    assert leader.look(0.0, {0: accepted._replace(calls=8, passed=1, wish=None)}, None) is None
+    again = leader.look(0.0, {0: accepted._replace(calls=9, passed=1)}, None)
+    assert isinstance(again, Proposal) and again.id == 2
+
+
+def test_a_wish_to_begin_anew_goes_before_one_to_save():
+    anew = Wish("rows were left out", anew=True)
+    proposal = Leader(2, 1.0).look(0.0, {0: Status(wish=NEEDED), 1: Status(wish=anew)}, None)
+    assert isinstance(proposal, Proposal) and proposal.wish == anew
+
+
+def test_the_bytes_of_all_processes_together_make_a_log_too_long():
+    statuses = {0: Status(grown=60, dense=10), 1: Status(grown=60, dense=10)}
+    assert too_long(statuses, 1.0, 99)
+    assert not too_long(statuses, 1.0, 100)
+    assert not too_long({0: statuses[0]}, 1.0, 99)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What carries the agreement of processes, on a board in memory, and who is told to be behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltackpt.errors import StorageError
+from deltackpt.log.agreement import Wish
+from deltackpt.log.assembly import Assembly
+from deltackpt.log.progress import Progress, Watch
+
+NEEDED = Wish("one process needs it", anew=False)
+
+
+class MemoryBoard:
+    """A board on which nothing comes later than it is looked for."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+        self.changes = 0
+        self.refuses = False
+
+    def replace(self, key, data):
+        self._check()
+        self.values[key] = data
+        self.changes += 1
+
+    def put_first(self, key, data):
+        self._check()
+        return self.values.setdefault(key, data)
+
+    def wait_for(self, key, timeout_secs):
+        self._check()
+        return self.values.get(key)
+
+    def folder(self, key):
+        self._check()
+        return {k.removeprefix(key): v for k, v in self.values.items() if k.startswith(key)}
+
+    def _check(self):
+        if self.refuses:
+            raise StorageError("the service is away")
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Job:
+    """Some processes that listen when a test has them do so."""
+
+    def __init__(self, directory, count, *, base_bytes=1 << 30):
+        self.board, self.clock = MemoryBoard(), Clock()
+        self.progress = [Progress(directory, process, count) for process in range(count)]
+        self.all = [
+            Assembly(
+                self.board,
+                "log",
+                progress,
+                calls=0,
+                most_bytes=1.0,
+                base_bytes=base_bytes,
+                deadline_secs=10.0,
+                clock=self.clock,
+            )
+            for progress in self.progress
+        ]
+        for one in self.all:
+            one._tell()
+
+    def listen(self, *but: int) -> None:
+        for process, one in enumerate(self.all):
+            if process not in but:
+                one.listen()
+
+    def call(self) -> list[Wish | None]:
+        return [one.call() for one in self.all]
+
+
+@pytest.mark.parametrize("wishing", [0, 2])
+def test_what_one_process_needs_all_do_at_the_same_call_and_only_there(tmp_path, wishing):
+    job = Job(tmp_path, 3)
+    assert job.call() == [None] * 3
+    job.all[wishing].wish(NEEDED)
+    found = []
+    for _ in range(6):
+        job.listen()
+        found.append(job.call())
+        if found[-1] == [NEEDED] * 3:
+            for one in job.all:
+                one.saved()
+    assert found.count([NEEDED] * 3) == 1
+    assert found.count([None] * 3) == 5
+
+
+def test_where_a_process_does_not_listen_nobody_saves_and_all_save_once_it_does(tmp_path):
+    job = Job(tmp_path, 3)
+    job.all[1].wish(NEEDED)
+    for _ in range(5):
+        job.listen(2)
+        # Who has accepted comes to the call, waits and goes on.
+        assert job.call() == [None] * 3
+    found = []
+    while [NEEDED] * 3 not in found:
+        job.clock.now += 1.0
+        job.listen()
+        found.append(job.call())
+        assert len(found) < 50
+
+
+def test_bytes_of_all_processes_together_ask_for_a_step(tmp_path):
+    job = Job(tmp_path, 2, base_bytes=1000)
+    found = []
+    for grown in range(0, 1200, 50):
+        for one in job.all:
+            one.grew(grown, 0)
+        job.listen()
+        found += [wish for wish in job.call() if wish is not None]
+        if found:
+            break
+    # Each has logged little more than half a base.
+    assert [wish.reason for wish in found] == ["the log has grown to LogOptions.most_bytes"] * 2
+    assert 500 <= grown <= 800
+
+
+def test_a_job_in_which_nothing_is_needed_tells_nothing(tmp_path):
+    job = Job(tmp_path, 2)
+    before = job.board.changes
+    for step in range(100):
+        job.listen()
+        assert job.call() == [None, None]
+        for one in job.all:
+            one.grew(step, 0)
+    assert job.board.changes == before
+
+
+def test_a_wish_to_begin_anew_outlasts_a_save_that_was_under_way(tmp_path):
+    job, anew = Job(tmp_path, 2), Wish("rows were left out", anew=True)
+    job.all[1].wish(anew)
+    job.all[1].wish(NEEDED)
+    for one in job.all:
+        one.saved()
+    found = []
+    for _ in range(6):
+        job.listen()
+        found += job.call()
+    assert anew in found and NEEDED not in found
+
+
+def test_a_wish_that_could_not_be_told_is_told_at_the_next_call(tmp_path):
+    job = Job(tmp_path, 2)
+    job.board.refuses = True
+    job.all[1].wish(NEEDED)
+    job.board.refuses = False
+    found = []
+    for _ in range(6):
+        found += job.call()
+        job.listen()
+    assert found.count(NEEDED) >= 2
+
+
+def test_an_outcome_that_cannot_be_asked_for_is_an_error(tmp_path):
+    job = Job(tmp_path, 2)
+    job.all[1].wish(NEEDED)
+    job.listen()
+    assert job.call() == [None, None]
+    job.board.refuses = True
+    with pytest.raises(StorageError):
+        job.all[1].call()
+
+
+def test_a_process_that_is_behind_is_told_of_once_a_minute_until_it_has_caught_up(tmp_path):
+    job, found = Job(tmp_path, 3), []
+    for second in range(200):
+        job.clock.now = float(second)
+        for process, progress in enumerate(job.progress):
+            (tmp_path / str(process)).mkdir(exist_ok=True)
+            stops = process == 1 and 20 <= second < 150
+            progress.note(1 + (20 if stops else second), second)
+        job.listen()
+        while job.all[0].alarms:
+            error = job.all[0].alarms.popleft()
+            found.append(second)
+            assert error.processes == (1,) and error.code == "log-behind"
+            assert "process 1" in str(error) and "10 s" in str(error)
+    assert all(20 + 10 <= second < 150 + 10 for second in found)
+    assert len(found) == 2 and found[1] - found[0] >= 60
+
+
+def test_processes_that_all_rest_are_not_behind():
+    watch = Watch(10.0)
+    assert not any(watch.look(float(second), [7, 8, 7]) for second in range(9))
+    assert watch.look(11.0, [7, 8, 7]) == (0, 2)
+    rested = Watch(10.0)
+    assert not any(rested.look(float(second), [8, 8, 8]) for second in range(100))
