@@ -219,7 +219,7 @@ def follow(way: Way) -> Read:
     table[:] = 0
     replayed = replay.replay(way, targets, LAYOUT)
     dense = {key: bytes(data) for key, data in replay.dense_of(way).values.items()}
-    return Read(way.point, table, replayed.rows[TABLE], dense, replay.items_of(way))
+    return Read(way.point, table, replayed.rows[TABLE], dense, replay.items_of(way)[0])
 
 
 def read_newest(at: Path) -> Read | None:

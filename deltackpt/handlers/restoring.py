@@ -324,7 +324,7 @@ class Restorer:
                     extra = self._steps.items(found, items, loaded.files)
                     found.check_stays()
             if loaded.point is not None:
-                extra = dict(loaded.point.items)
+                extra = loaded.point.items_for(run.among.index, run.among.count)
         if not run.options.read_only:
             self._go_on_from(found, loaded, state, fresh, drawn)
         seconds = self._tell(step, merged, started, found_at, read_at)

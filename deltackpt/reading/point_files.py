@@ -16,7 +16,9 @@ from deltackpt.errors import Damaged
 from deltackpt.format.manifest import Layout
 from deltackpt.reading.replay import LoggedDense, LoggedState
 
-_VALUES, _FILES, _BYTES, _JSON, _ROWS = "values/", "files/", "bytes/", "json/", "rows/"
+_VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
+#: The processes that have items, and those of each.
+_ITEMS, _BYTES, _JSON = "items/", "bytes/", "json/"
 
 
 def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview]:
@@ -29,11 +31,13 @@ def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview
     found: dict[str, bytes | memoryview] = {}
     found |= {_VALUES + key: data for key, data in state.dense.values.items()}
     found |= {_FILES + name: data for name, data in state.dense.files.items()}
-    for name, item in state.items.items():
-        if isinstance(item, bytes):
-            found[_BYTES + name] = item
-        else:
-            found[_JSON + name] = json.dumps(item).encode()
+    for process, items in state.items.items():
+        found[f"{_ITEMS}{process}"] = b""
+        for name, item in items.items():
+            if isinstance(item, bytes):
+                found[f"{_BYTES}{process}/{name}"] = item
+            else:
+                found[f"{_JSON}{process}/{name}"] = json.dumps(item).encode()
     for table in layout.tables:
         held = np.zeros(table.rows, bool)
         held[state.rows[table.name]] = True
@@ -60,10 +64,17 @@ def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
         if len(bits) != -(-table.rows // 8):
             raise Damaged(name, f"a bit for each of {table.rows} rows", f"{len(bits)} bytes")
         rows[table.name] = np.flatnonzero(np.unpackbits(bits, count=table.rows))
-    items: dict[str, Any] = {name: bytes(data) for name, data in _below(files, _BYTES).items()}
-    items |= {name: json.loads(bytes(data)) for name, data in _below(files, _JSON).items()}
+    items: dict[int, dict[str, Any]] = {int(process): {} for process in _below(files, _ITEMS)}
+    for folder, decode in ((_BYTES, bytes), (_JSON, _of_json)):
+        for key, data in _below(files, folder).items():
+            process, _, name = key.partition("/")
+            items[int(process)][name] = decode(data)
     dense = LoggedDense(_below(files, _VALUES), _below(files, _FILES))
     return LoggedState(dense, items, rows)
+
+
+def _of_json(data: memoryview) -> Any:
+    return json.loads(bytes(data))
 
 
 def _below(files: Mapping[str, np.ndarray], folder: str) -> dict[str, memoryview]:

@@ -66,13 +66,24 @@ class LoggedState(NamedTuple):
 
     Attributes:
       dense: its dense leaves.
-      items: its further items, by name.
+      items: its further items, by process and name.
       rows: as in ``Replayed``, of the marks from its step on.
     """
 
     dense: LoggedDense
-    items: Mapping[str, Any]
+    items: Mapping[int, Mapping[str, Any]]
     rows: Mapping[str, np.ndarray]
+
+    def items_for(self, process: int, count: int) -> dict[str, Any]:
+        """The items of one of several processes: its own, where as many have logged.
+
+        Otherwise those of the first.
+
+        Args:
+          process: its index.
+          count: how many there are.
+        """
+        return dict(self.items[process if count == len(self.items) else 0])
 
 
 def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
@@ -143,14 +154,17 @@ def dense_of(way: Way, kept: DenseKept | None = None) -> LoggedDense:
     return LoggedDense(values, files)
 
 
-def items_of(way: Way) -> dict[str, Any]:
-    """Further items of the point, by name: those of process 0.
+def items_of(way: Way) -> dict[int, dict[str, Any]]:
+    """Further items of the point: those of each process, by name.
 
     Raises:
       DamagedLog: they are missing or altered.
     """
+    return {process: _items_of(mark) for process, mark in way.last_marks.items()}
+
+
+def _items_of(mark: Mark) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    mark = way.last_marks[0]
     with _damage_of(mark):
         for frame in _frames_of(mark, Kind.ITEMS):
             head: ItemsHead = frame.head
