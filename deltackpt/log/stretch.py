@@ -144,13 +144,14 @@ def write_head(
             dense=() if layout is None else layout.dense,
             tracking_paths=() if layout is None else layout.tracking_paths,
         )
-        folders = [spot(log_dir)]
+        name, data = names.stretch_name(number), stretches.to_bytes(head)
         if directory is not None:
-            folders.insert(0, apart_folder(directory, run).at)
+            # It may be there from a call whose next write failed.
+            apart = apart_folder(directory, run).at / name
+            apart.store.put(apart.key, data)
+        place = spot(log_dir) / name
         try:
-            for folder in folders:
-                place = folder / names.stretch_name(number)
-                place.store.put(place.key, stretches.to_bytes(head), absent=True)
+            place.store.put(place.key, data, absent=True)
         except Exists:
             continue  # Another trainer's, whom the lease tells from us.
         return number
