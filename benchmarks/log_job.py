@@ -132,8 +132,8 @@ class Loop:
         self.draw(exponent)
         self.step = trainer.train_step(self.sizes, placement=placement)
         state = self.start()
-        for batch in self.batches[:_COMPILES]:
-            state = self.advance(state, batch)
+        for first in self.batches[:_COMPILES]:
+            state = self.advance(state, first)
 
     def draw(self, exponent: float) -> None:
         """Draws the batches of another law of ids."""

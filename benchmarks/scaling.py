@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -206,8 +207,8 @@ def make(scale: float) -> states.State:
     return jax.jit(values, out_shardings=shardings)()
 
 
-def shards(state: states.State) -> list[jax.Array]:
-    """What this process holds of a state."""
+def shards(state: Any) -> list[jax.Array]:
+    """What this process holds of a state, of this benchmark or of the example."""
     leaves = jax.tree.leaves(state._replace(touched=()))
     return [shard.data for leaf in leaves for shard in leaf.addressable_shards]
 
