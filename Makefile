@@ -101,9 +101,9 @@ test-without-jax: $(READY) $(BARE)/.ready
 	rm -rf build/runs && $(BIN)/python tests/without_jax/make_runs.py build/runs
 	$(BARE)/bin/python -m pytest tests/without_jax --runs build/runs $(ARGS)
 
-# Every codec, save, restore, kill and inspect: what another Python or jax may change, in minutes.
-QUICK := $(addprefix tests/, test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_handlers.py \
-	test_inspect.py test_invariants.py test_log.py test_manager.py test_merge.py test_root.py test_step_transaction.py test_tables.py test_touched.py)
+# Codecs, formats, saves, restores and the log: what another Python or jax may change, in minutes.
+QUICK := $(addprefix tests/, test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_inspect.py \
+	test_log.py test_manager.py test_merge.py test_root.py test_tables.py test_touched.py)
 # Without ray and what else only development needs.
 $(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml constraints-%.txt tools/make_venv.sh tools/pins.sh
 	python=$$(sh tools/find_python.sh $*) && sh tools/make_venv.sh "$$python" build/py$* test

@@ -155,7 +155,7 @@ class FollowedMachine(LogMachine):
 
 TestFollowed = FollowedMachine.TestCase
 TestFollowed.settings = settings(
-    max_examples=15,
+    max_examples=8,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[*HealthCheck],

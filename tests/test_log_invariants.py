@@ -347,7 +347,7 @@ class LogMachine(RuleBasedStateMachine):
 
 TestLog = LogMachine.TestCase
 TestLog.settings = settings(
-    max_examples=20,
+    max_examples=12,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[*HealthCheck],
