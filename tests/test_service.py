@@ -52,6 +52,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.blocks import Box
 from deltackpt.reading import replay, saves
+from deltackpt.restore import step_files
 from deltackpt.service import RestoreService, ServiceOptions, names, protocol, reading
 from deltackpt.standby import memory
 
@@ -728,12 +729,14 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
             if path.is_file() and not path.name.startswith("manifest."):
                 path.unlink()
         items = {"progress": ocp.args.JsonRestore()}
+        place = tmp_path / "memory"  # Of this test alone, whatever else runs.
+        place.mkdir()
         for machine in (contextlib.nullcontext(), on_another_machine()):
-            with machine:
+            with machine, mock.patch.object(step_files, "_MEMORY", place):
                 found = restored(trainer.root, trainer.state, items=items)
             assert_from_service(found, trainer.state)
             assert found.items == {"progress": {"epoch": 3}}
-        assert not [*Path("/dev/shm").glob("deltackpt-*")]
+        assert not [*place.iterdir()]
 
 
 def test_files_that_changed_in_memory_are_not_taken(standing):
