@@ -441,9 +441,7 @@ class CheckpointManager:
             return self._recorder.wait(limit if timeout_secs is None else timeout_secs)
 
     def points(self) -> list[LogPoint]:
-        """Full points of the log that stand above the newest step, or can be restored by number.
-
-        Newest first. A point can be restored while an intact step below it stands.
+        """Full points of the log that can be restored by way of a committed step, newest first.
 
         Raises:
           Damaged: the newest head of the log cannot be read.

@@ -64,9 +64,20 @@ class LogMachine(RuleBasedStateMachine):
         bases=st.sampled_from(["periodic", "compacted"]),
         fingerprints=st.sampled_from([False, False, True]),
         retention=st.sampled_from([None, None, 1]),
+        durability=st.sampled_from(["process", "power"]),
     )
     def start(
-        self, policy, dense, every, codec, log_codec, segment_bytes, bases, fingerprints, retention
+        self,
+        policy,
+        dense,
+        every,
+        codec,
+        log_codec,
+        segment_bytes,
+        bases,
+        fingerprints,
+        retention,
+        durability,
     ):
         if isinstance(policy, deltackpt.Rolling):
             bases, retention = "periodic", None
@@ -78,7 +89,7 @@ class LogMachine(RuleBasedStateMachine):
             deltas=deltackpt.DeltaOptions(
                 policy=policy, bases=bases, tracking="fingerprints" if fingerprints else "marks"
             ),
-            writes=deltackpt.WriteOptions(durability="process"),
+            writes=deltackpt.WriteOptions(durability=durability),
             retention=retention,
             log=deltackpt.LogOptions(
                 dense=dense,
@@ -87,7 +98,7 @@ class LogMachine(RuleBasedStateMachine):
                 backend=deltackpt.LocalLog(segment_bytes=segment_bytes),
             ),
         )
-        self.number = self.seed = 0
+        self.number = self.seed = self.step = 0
         self.open(self.folder / "0")
         self.begin()
 
@@ -99,8 +110,7 @@ class LogMachine(RuleBasedStateMachine):
         )
 
     def begin(self):
-        """Training from the beginning."""
-        self.step = 0
+        """Training from the beginning; its steps are counted on, as those of the log are."""
         self.state = model.initial()
         self.touched = None if self.fingerprints else model.new_touched(self.state)
         #: Step to what may be found there.

@@ -28,7 +28,7 @@ from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.stretches import LogPoint, Logs, newest_way
+from deltackpt.reading.stretches import LogPoint, Logs, coverings, newest_way
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
 from deltackpt.save import proof, snapshot
@@ -187,8 +187,10 @@ class Restorer:
             raise
 
     def points(self) -> list[LogPoint]:
-        """Full points, newest first; as ``CheckpointManager.points``."""
-        return [point for point in Logs(self._run.root.log_at).read().points() if point.full]
+        """Full points to which a step leads, newest first; as ``CheckpointManager.points``."""
+        history = Logs(self._run.root.log_at).read()
+        _, unreached = coverings(history, self._ids({*self._run.root.steps()}))
+        return [point for point in history.points() if point.full and point not in unreached]
 
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
         """Rows of tables alone; as ``CheckpointManager.read``."""
