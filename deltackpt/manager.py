@@ -8,6 +8,7 @@ is closed by its owner, by the end of the program or by another manager of the s
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -111,6 +112,8 @@ class CheckpointManager:
         self._leaving = False
         #: A failed save of which the owner was not told, because another manager was opened.
         self._untold: Failure | None = None
+        #: The step that the last ``log()`` has saved in the place of a mark.
+        self._saved_by_log: Saved | None = None
         self._verifier = TrackingVerifier()
         if not options.read_only:
             for error in exits.take_over(opening.saves_to(directory, options, processes.index())):
@@ -172,7 +175,8 @@ class CheckpointManager:
           force: take the step whatever ``options.decision`` says; so does ``force_base``.
 
         Returns:
-          What was saved; its kind is None where ``options`` had this step skipped.
+          What was saved; its kind is None where ``options`` had this step skipped. Where ``log()``
+          has just saved this very step in the place of a mark, that is it.
 
         Raises:
           SaveFailed: an earlier save failed in the background. This one *was* taken: its result
@@ -185,6 +189,13 @@ class CheckpointManager:
         arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
         when_busy, started = self.options.writes.when_busy, time.perf_counter()
         step = names.as_step(step)
+        if (done := self._saved_by_log) is not None and done.step == step and not force_base:
+            if metrics or items or custom_metadata:
+                events.warn(
+                    f"step {step}: log() has saved it already, without the metrics, items and "
+                    "metadata that save() was given; call save() before log() at steps of both"
+                )
+            return dataclasses.replace(done, reason=f"{done.reason}; by log(), at this step")
         if not (force or force_base or self.should_save(step, metrics=metrics)):
             return Saved.skipped(step, "options.decision does not take this step", started)
         return self._save(step, state, arguments, when_busy)
@@ -400,6 +411,7 @@ class CheckpointManager:
                     "ManagerOptions(log=LogOptions())"
                 )
             assert self._recorder is not None
+            self._saved_by_log = None
             self._recorder.count()
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
@@ -409,7 +421,7 @@ class CheckpointManager:
             if isinstance(found, Logged):
                 return found
             arguments = SaveArguments(touched=touched, items=json_args(batch.as_json(items)))
-            saved = self._save(step, state, arguments, "wait")
+            saved = self._saved_by_log = self._save(step, state, arguments, "wait")
             return Logged(
                 step=step,
                 kind=None,
@@ -693,6 +705,7 @@ class CheckpointManager:
 
     def _settle_quietly(self) -> None:
         """What failed in the background does not stand in the way of a restore."""
+        self._saved_by_log = None
         self._saver.settle_quietly()
         if self._recorder is not None:
             self._recorder.settle_quietly()

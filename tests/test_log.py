@@ -390,6 +390,21 @@ def test_the_log_saves_a_step_where_it_has_outgrown_the_tables(tmp_path, trainin
         assert training.log(manager).kind == "full"
 
 
+def test_a_step_that_log_has_saved_is_not_saved_again(tmp_path, training):
+    with manager_of(tmp_path, options(most_bytes=1e-9)) as manager:
+        training.begin(manager)
+        training.log(manager)
+        manager.wait_logged()
+        logged = training.log(manager)
+        assert logged.saved is not None
+        saved = manager.save(training.step, training.state, touched=training.touched)
+        assert (saved.step, saved.kind) == (2, logged.saved.kind) and "by log()" in saved.reason
+        with pytest.warns(UserWarning, match="without the metrics"):
+            manager.save(training.step, training.state, metrics={"loss": 1.0})
+        training.save(manager)
+        assert manager.all_steps() == [0, 2, 3]
+
+
 def test_marks_below_the_last_two_steps_are_removed(tmp_path, training):
     with manager_of(tmp_path) as manager:
         training.begin(manager)
