@@ -26,7 +26,7 @@ from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
-from deltackpt.state.touch_state import Marks
+from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.tracking.fingerprints import RowTracker
 
 #: Opens the root, to be written or only read.
@@ -237,6 +237,25 @@ class Run:
         with self.among.together(what, fatal=True):
             self.held.roll_back(self.restored, self.lineage.run)
         self.newest, self.restored = self.restored, None
+
+    def touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
+        """The TouchState beside those of a state: the one given, or what the tracker finds now.
+
+        Args:
+          split: the state.
+          given: by the caller of ``save`` or ``log``.
+
+        Raises:
+          OptionError: one is given, and rows are found by fingerprints.
+        """
+        if self.tracker is None:
+            return given
+        if given is not None:
+            raise OptionError(
+                'touched: expected none with tracking="fingerprints", which finds the rows by '
+                'itself, found a TouchState; leave it out, or use tracking="marks"'
+            )
+        return self.tracker.look(split.fields, split.layout)
 
     def tell_failure(
         self,

@@ -24,7 +24,6 @@ from deltackpt import events, processes
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
-    OptionError,
     ProcessMissing,
     SaveFailed,
     StorageError,
@@ -180,7 +179,7 @@ class Saver:
         run = self._run
         embeddings = Embeddings(
             split=split,
-            touched=self._touched_rows(split, arguments.touched),
+            touched=run.touched_rows(split, arguments.touched),
             lineage=run.lineage,
             options=PipelineOptions(
                 sampled_proof=run.options.deltas.sampled_proof and run.tracker is None,
@@ -313,17 +312,6 @@ class Saver:
         return json.dumps(told).encode()
 
     # On the training thread again.
-
-    def _touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
-        tracker = self._run.tracker
-        if tracker is None:
-            return given
-        if given is not None:
-            raise OptionError(
-                'touched: expected none with tracking="fingerprints", which finds the rows by '
-                'itself, found a TouchState; leave it out, or use tracking="marks"'
-            )
-        return tracker.look(split.fields, split.layout)
 
     def go_back(self, split: Split, touched: TouchState | None) -> None:
         """Forgets a restore that was only looked at: training goes on with what it had before."""

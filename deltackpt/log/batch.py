@@ -402,11 +402,3 @@ def _plain_values(dense: DenseLeaves) -> Iterator[_Plain]:
             # Views of dtypes that no buffer describes are bytes like all others.
             flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
             yield _Plain(key, False, flat, data.dtype.itemsize)
-
-
-def planned(choices: Mapping[str, Mapping[str, CodecChoice]], restores: int) -> Plans:
-    """The codecs that a batch tries first: those of deltas."""
-    return {
-        group: {field: choice.planned("delta", restores=restores) for field, choice in held.items()}
-        for group, held in choices.items()
-    }

@@ -156,7 +156,8 @@ class Recorder:
         if self._needs.agreed is not None and self._needs.agreed.anew:
             self._chain, self._begun = None, False
         failure = self._tell()
-        marks = self._marks(split, call.touched)
+        touched = self._run.touched_rows(split, call.touched)
+        marks = Embeddings(split=split, touched=touched).marks
         clocks = snapshot.clocks_of(split, marks)
         reason, refused = self._due(split, clocks, call.lost, failure)
         self._check_above(step)
@@ -254,18 +255,6 @@ class Recorder:
         writer.submit(batch, chain.root)
         return True
 
-    def _marks(self, split: Split, touched: TouchState | None) -> tuple[Marks, ...]:
-        tracker = self._run.tracker
-        if tracker is None:
-            return Embeddings(split=split, touched=touched).marks
-        if touched is not None:
-            raise OptionError(
-                'touched: expected none with tracking="fingerprints", which finds the rows by '
-                'itself, found a TouchState; leave it out, or use tracking="marks"'
-            )
-        found = tracker.look(split.fields, split.layout)
-        return Embeddings(split=split, touched=found).marks
-
     def _check_above(self, step: int) -> None:
         newest = self._newest_step
         known = self._run.lineage.newest_known
@@ -329,8 +318,15 @@ class Recorder:
         for behind in self._needs.alarms():
             self._run.tell_failure("log", None, behind, time.perf_counter())
         writer = self._writer
-        if writer is None:
-            return None
+        failure = None if writer is None else self._take_news(writer)
+        if failure is not None:
+            assert self._options is not None
+            if self._options.on_failure == "save":
+                events.warn(str(failure.error()))
+        return failure
+
+    def _take_news(self, writer: LogWriter) -> Failure | None:
+        """Tells of durable marks, and of those that are none; returns why."""
         while writer.reports:
             events.emit(writer.reports.popleft(), self._run.sinks)
         if writer.fenced is not None:
@@ -339,9 +335,6 @@ class Recorder:
         if failure is not None:
             for step in failure.steps:
                 self._run.tell_failure("log", step, failure.cause, failure.since)
-            assert self._options is not None
-            if self._options.on_failure == "save":
-                events.warn(str(failure.error()))
         return failure
 
     def _logged(self, step: int, kind: Any, reason: str, started: float) -> Logged:
@@ -388,15 +381,9 @@ class Recorder:
         writer = self._writer
         if writer is not None:
             writer.wait(timeout_secs)
-            failure = writer.take_failure()
-            if writer.fenced is not None:
-                raise writer.fenced
+            failure = self._take_news(writer)
             if failure is not None:
-                for step in failure.steps:
-                    self._run.tell_failure("log", step, failure.cause, failure.since)
                 raise failure.error() from failure.cause
-            while writer.reports:
-                events.emit(writer.reports.popleft(), self._run.sinks)
         return self.recovery(fresh=True)
 
     def settle_quietly(self) -> None:

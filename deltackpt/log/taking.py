@@ -14,7 +14,7 @@ from deltackpt.format import globs
 from deltackpt.format.blocks import VALUES, Span
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.handlers import dense
-from deltackpt.log.batch import Batch, Item, cut, planned
+from deltackpt.log.batch import Batch, Item, cut
 from deltackpt.policy import BitWidthPolicy, CodecChoice
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
@@ -153,7 +153,7 @@ def take(
       OptionError: a dense leaf is none that a mark can hold.
     """
     choices = _choices(split, codec)
-    plans = planned(choices, restores)
+    plans = snapshot.planned(choices, "delta", restores)
     nbytes = sum(one.nbytes for one in segments)
     with staging.here(nbytes <= _COPIED_HERE_BYTES):
         rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)

@@ -146,11 +146,7 @@ class LogWriter:
           WaitTimeout: it may not within the deadline.
         """
         with self._changed:
-            ready = self._changed.wait_for(
-                lambda: self._bytes == 0 or self._bytes + nbytes <= self._buffer_bytes,
-                self._deadline_secs,
-            )
-            if not ready:
+            if not self._changed.wait_for(lambda: self.has_room(nbytes), self._deadline_secs):
                 raise WaitTimeout(
                     f"log: expected room for {nbytes:,} bytes within {self._deadline_secs:g} s "
                     f"(LogOptions.deadline_secs), found {self._bytes:,} bytes that are not durable "

@@ -68,10 +68,11 @@ def empty_buffers(
     """
     if wanted is None:
         wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
+    groups = target.group_by_name
     buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
     for table in target.tables:
         asked = wanted.get(table.name, {})
-        for spec in target.group_by_name[table.group].fields:
+        for spec in groups[table.group].fields:
             if spec.name in asked:
                 buffers.setdefault(table.name, {})[spec.name] = {}
             for box in asked.get(spec.name, ()):
@@ -91,10 +92,10 @@ def targets_of(
       buffers: table name to field name to box to array.
       target: the layout of the step.
     """
-    found = []
+    groups, found = target.group_by_name, []
     for table in target.tables:
         held = buffers.get(table.name, {})
-        group = target.group_by_name[table.group]
+        group = groups[table.group]
         for spec in group.fields:
             for box, buffer in held.get(spec.name, {}).items():
                 # A template may have grown: its further rows are not in the step.

@@ -18,7 +18,7 @@ from deltackpt.codecs import Codec
 from deltackpt.errors import OutOfSpace
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Kind
-from deltackpt.policy import Choice, too_large
+from deltackpt.policy import Choice, CodecChoice, too_large
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import proof
@@ -86,7 +86,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
                 intent = lineage.as_base(intent, reason)
                 segments = sources.segments(whole=True)
         kinds: set[Kind] = {intent.kind} if intent.rolling is None else {"base", "delta"}
-        plans = {kind: _planned(split, intent, kind) for kind in kinds}
+        plans = {kind: planned(split.codecs, kind, intent.restores) for kind in kinds}
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
         if intent.kind == "delta" and staging.fits(nbytes):
@@ -119,13 +119,17 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     )
 
 
-def _planned(split: Split, intent: Intent, kind: Kind) -> Plans:
+def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restores: int) -> Plans:
+    """The codecs that a save, or a mark, tries first.
+
+    Args:
+      choices: group name to field name to the user's codec.
+      kind: whose rows they are for.
+      restores: how often training has been restored.
+    """
     return {
-        group: {
-            field: choice.planned(kind, restores=intent.restores)
-            for field, choice in choices.items()
-        }
-        for group, choices in split.codecs.items()
+        group: {field: choice.planned(kind, restores=restores) for field, choice in held.items()}
+        for group, held in choices.items()
     }
 
 
