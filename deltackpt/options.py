@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
+from deltackpt.codecs import of_blocks
 from deltackpt.errors import OptionError
 from deltackpt.policy import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive, Rolling
+from deltackpt.policy.bit_width import is_at_least_zero
 from deltackpt.policy.decision import SaveDecisionPolicy
 from deltackpt.policy.retention import PreservationPolicy
 
@@ -19,6 +21,7 @@ BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
 Tracking = Literal["marks", "fingerprints"]
 Access = Literal["write", "read", "read alone"]
+DenseDeltas = Literal["orbax", "own"]
 WhenFull = Literal["wait", "coalesce"]
 LoggedDense = Literal["whole", "xor", "soft"]
 OnFailure = Literal["save", "raise"]
@@ -391,12 +394,63 @@ class LogOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Dense:
+    """How the leaves that are neither tables nor slots are saved.
+
+    Bases always hold them exactly, in Orbax's layout, which stock Orbax reads.
+
+    Attributes:
+      deltas: ``"orbax"``: deltas hold all of them, as bases do; ``"own"``: deltas hold what changed
+        since the parent, as blocks of 256 numbers in the item of the tables.
+      codec: of deltas that are ``"own"``: one for all leaves, or by glob over their paths (``*``
+        stays within one step of a path, ``**`` crosses them; the first that matches counts, and
+        leaves that none matches are exact). ``"exact"``: bit for bit, each block by what is
+        smallest. Lossy ones, for floats of 16 and 32 bits: ``"ef8"`` and ``"ef4"``, the difference
+        to what the parent decodes to, whose errors do not add up; ``"int8"``; for second moments
+        ``"log8"`` and, as a difference, ``"log4"``. Lossy ones are taken only where asked for.
+      max_error: most relative l2 error that a save may put into a leaf; one that would exceed it is
+        stored by the next more precise codec, at last exactly. None for no bound.
+      skip_unchanged: whether blocks whose bits are those of the parent are left out.
+      max_reference_bytes: host memory of each process for what the last saves decode to, from which
+        deltas take the difference: the bytes of the dense leaves once, twice while a save is
+        written. Leaves for which there is no room are saved whole.
+
+    Example:
+      >>> Dense(deltas="own", codec={"params/**": "ef4", "opt_state/**/nu/**": "log8"}).max_error
+      0.05
+    """
+
+    deltas: DenseDeltas = "orbax"
+    codec: str | Mapping[str, str] = "exact"
+    max_error: float | None = 0.05
+    skip_unchanged: bool = True
+    max_reference_bytes: int = 16 << 30
+
+    def __post_init__(self) -> None:
+        _check_known(self, deltas=("orbax", "own"))
+        _check_at_least_one(self, "max_reference_bytes")
+        given = [self.codec] if isinstance(self.codec, str) else list(self.codec.values())
+        for name in given:
+            if name not in of_blocks.names():
+                raise OptionError(
+                    f"Dense.codec: expected one of {of_blocks.names()}, found {name!r}; "
+                    "choose one of them"
+                )
+        if self.max_error is not None and not is_at_least_zero(self.max_error):
+            raise OptionError(
+                "Dense.max_error: expected None or a finite number of at least 0, found "
+                f"{self.max_error!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
     """How a CheckpointManager works.
 
     Attributes:
       deltas: what a save holds.
       writes: how it is written.
+      dense: how leaves that are neither tables nor slots are saved.
       retention: which committed steps stay: a number of newest steps, an Orbax
         ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
       decision: which steps ``save()`` takes of those that it is called for: those that a number
@@ -414,6 +468,7 @@ class ManagerOptions:
 
     deltas: DeltaOptions = DeltaOptions()
     writes: WriteOptions = WriteOptions()
+    dense: Dense = Dense()
     retention: int | PreservationPolicy | None = None
     decision: int | SaveDecisionPolicy | None = None
     timeouts: Timeouts = Timeouts()
@@ -426,6 +481,7 @@ class ManagerOptions:
         for name, kind in (
             ("deltas", DeltaOptions),
             ("writes", WriteOptions),
+            ("dense", Dense),
             ("timeouts", Timeouts),
             ("background", Background),
         ):
@@ -463,6 +519,7 @@ class ManagerOptions:
 _EXAMPLES = {
     DeltaOptions: "DeltaOptions(bases='compacted')",
     WriteOptions: "WriteOptions(when_busy='skip')",
+    Dense: "Dense(deltas='own')",
     Timeouts: "Timeouts(save_secs=600)",
     Background: "Background(threads=1)",
 }

@@ -15,21 +15,29 @@ from typing import Any, Literal
 import google_crc32c
 
 from deltackpt.errors import FormatTooNew
-from deltackpt.format import blocks, dtypes, records
-from deltackpt.format.blocks import VALUES
+from deltackpt.format import blocks, dense_blocks, dtypes, records
+from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.records import FORMAT_VERSION as FORMAT_VERSION
 from deltackpt.format.records import Unsound
+from deltackpt.format.segments import ArrayEntry as ArrayEntry
+from deltackpt.format.segments import Encoding as Encoding
+from deltackpt.format.segments import FieldSpec as FieldSpec
+from deltackpt.format.segments import GroupEntry as GroupEntry
+from deltackpt.format.segments import Segment as Segment
+from deltackpt.format.segments import width as width
 from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 _MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "rolling"})
+KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "rolling", "dense_blocks"})
 #: Needed by what is not stored ``raw``: rows may stand beside their codes.
 ENCODINGS = "encodings"
 #: Needed by what several processes wrote: only process 0's manifest says what the tables are.
 PARTS = "parts"
 #: Needed by a save from which a restore may go back a few saves only, not to a base.
 ROLLING = "rolling"
+#: Needed by a delta whose dense leaves are blocks of our item, by way of those of its parent.
+DENSE_BLOCKS = "dense_blocks"
 
 #: Fields that are the same in all saves of a run, and large where there are many tables.
 _ALIKE = frozenset({"groups", "tables", "dense", "tracking_paths", "writers"})
@@ -109,49 +117,6 @@ class RollingShare:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FieldSpec:
-    """One field of a group: ``values`` or ``slot.<name>``.
-
-    ``trailing`` is the shape of one row; ``always`` fields are written whole in every delta.
-    ``codec`` is the one planned for a save; a segment may have another: ``Segment.spec``.
-    """
-
-    name: str
-    trailing: tuple[int, ...]
-    dtype: str
-    codec: str = "raw"
-    always: bool = False
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, unencoded."""
-        return math.prod(self.trailing) * dtypes.dtype_of(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupEntry:
-    """Tables of equal fields, laid end to end; ``rows`` is the length of the virtual table."""
-
-    name: str
-    rows: int
-    fields: tuple[FieldSpec, ...]
-
-    @property
-    def width(self) -> int:
-        """Columns of the tables."""
-        return next(width(spec.trailing) for spec in self.fields if spec.name == VALUES)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of all fields, unencoded."""
-        return sum(spec.row_bytes for spec in self.fields)
-
-    def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
-        """All columns of a field; None where it is not as wide as the tables: it is never split."""
-        return (0, self.width) if width(spec.trailing) == self.width else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
     """One table: where its leaf and its slots' leaves stand in the state, and in its group.
 
@@ -164,87 +129,6 @@ class TableEntry:
     offset: int
     rows: int
     leaves: dict[str, KeyPath]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ArrayEntry:
-    """One stored Zarr array: its shape is the truth, not that of ``zarr.json``.
-
-    ``chunk_rows`` rows of the first axis make a chunk; other axes are not split. ``zstd`` and
-    ``byte_planes`` arrays are compressed, the latter with their last axis first; others can be
-    read straight from their chunk files.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_rows: int
-    zstd: bool = False
-    byte_planes: bool = False
-
-    @property
-    def compressed(self) -> bool:
-        """Whether a chunk's file holds something else than the bytes of its rows."""
-        return self.zstd or self.byte_planes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array, before any compression."""
-        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Encoding:
-    """How one field of a segment was stored, and what that changed.
-
-    Attributes:
-      field: the field.
-      codec: the codec that was used in the end.
-      reason: why this one, for people.
-      nbytes: bytes of its stored arrays, checksums and compression included.
-      rows: rows of each table of the group, in the order of their offsets.
-      squared_error: likewise the sum of the squares of what decoding changes; 0 where lossless.
-      squared_norm: likewise the sum of the squares of the rows; 0 where lossless. Rows that are
-        stored beside their codes count in neither.
-    """
-
-    field: str
-    codec: str
-    reason: str
-    nbytes: int
-    rows: tuple[int, ...]
-    squared_error: tuple[float, ...]
-    squared_norm: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Rows of one group that a part holds, with the same fields for each.
-
-    ``columns`` is what it holds of the fields that are as wide as the tables; others are whole.
-
-    Either ``ranges`` lists the virtual rows as half-open ranges in ascending order, or it is
-    None and the array ``rows.gaps`` holds them. ``count`` is the number of rows. Segments lie in
-    the part's directory under ``name``.
-    """
-
-    name: str
-    group: str
-    columns: tuple[int, int]
-    count: int
-    ranges: tuple[tuple[int, int], ...] | None
-    fields: tuple[str, ...]
-    arrays: tuple[ArrayEntry, ...]
-    encodings: tuple[Encoding, ...] = ()
-
-    def spec(self, group: GroupEntry, field: str) -> FieldSpec:
-        """A field's spec as this segment has it: its columns, and the codec that was used."""
-        planned = next(spec for spec in group.fields if spec.name == field)
-        used = {encoding.field: encoding.codec for encoding in self.encodings}
-        trailing = planned.trailing
-        if trailing and group.columns(planned) is not None:
-            trailing = (self.columns[1] - self.columns[0], *trailing[1:])
-        return dataclasses.replace(planned, trailing=trailing, codec=used.get(field, planned.codec))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,6 +262,8 @@ class Manifest:
     shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Every part, by process; in the manifest of process 0, where there are several.
     parts: tuple[Part, ...] = ()
+    #: The dense leaves, where they are blocks of this item; of a delta, and of each part its own.
+    dense_blocks: DenseBlocks | None = None
 
     @property
     def nbytes(self) -> int:
@@ -471,11 +357,6 @@ def cover(
 def path_name(path: KeyPath) -> str:
     """A path as text: its steps joined with '/'."""
     return "/".join(str(step) for _, step in path)
-
-
-def width(trailing: tuple[int, ...]) -> int:
-    """Columns of a field: the length of its second axis, 1 where it has none."""
-    return trailing[0] if trailing else 1
 
 
 def plan_crc32c(record: Manifest) -> int:
@@ -579,6 +460,11 @@ def _check(record: Manifest) -> None:
             check_segment(segment)
         except Unsound as error:
             raise error.within(f"segments[{number}]") from None
+    if record.dense_blocks is not None:
+        try:
+            dense_blocks.check(record.dense_blocks)
+        except Unsound as error:
+            raise error.within("dense_blocks") from None
 
 
 def _check_ids(record: Manifest | Outline) -> None:

@@ -13,7 +13,8 @@ from etils import epath
 from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.ledger.steps import Steps
-from deltackpt.restore.step_files import ItemFiles
+from deltackpt.reading import dense_values, saves
+from deltackpt.restore.step_files import DenseFiles, ItemFiles
 from deltackpt.restore.steps import Items
 
 
@@ -59,12 +60,23 @@ class OrbaxItems:
         with self._item_dir(step, name, files) as item_dir:
             return handler.restore(item_dir, args=args)
 
+    def _of_blocks(self, step: int) -> DenseFiles | None:
+        """The dense leaves of a delta that has them as blocks; None of a step that has the item."""
+        step_dir, item = self._root.at(step), self._root.item
+        if saves.read_save(step_dir, item).head.dense_blocks is None:
+            return None
+        return DenseFiles(dense_values.of_step(saves.read_chain(step_dir, item)))
+
     @contextlib.contextmanager
     def _item_dir(
         self, step: int, name: str, files: ItemFiles | None = None
     ) -> Iterator[epath.Path]:
         if files is not None:
             yield epath.Path(files.folder(name))
+            return
+        if name == names.DENSE_ITEM and (found := self._of_blocks(step)) is not None:
+            with contextlib.closing(found):
+                yield epath.Path(found.folder(name))
             return
         with self._root.local(step, name) as item_dir:
             yield epath.Path(item_dir)

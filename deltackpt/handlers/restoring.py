@@ -22,19 +22,22 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues
-from deltackpt.handlers import partial
+from deltackpt.handlers import dense, partial
 from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
+from deltackpt.reading import dense_values, saves
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.stretches import LogPoint, Logs, coverings, newest_way
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
 from deltackpt.save import proof, snapshot
+from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.lineage import Clocks, Reading, new_run
 from deltackpt.state import tables, touch_state
 from deltackpt.state.touch_state import TouchState
+from deltackpt.storage.ocdbt import ZARRAY
 
 _T = TypeVar("_T")
 
@@ -418,3 +421,21 @@ class Restorer:
             continues=continues,
         )
         run.restored = found.step
+        if run.dense is not None and loaded.point is None and found.expected is not None:
+            self._keep_references(run.dense, found, state)
+
+    def _keep_references(self, keeper: DenseKeeper, found: Found, state: Any) -> None:
+        """Makes the dense leaves of a restored step the references of the next delta."""
+        run = self._run
+        split = tables.split(state, run.choice)
+        if not split.layout.dense:
+            return
+        chain = saves.read_chain(found.target.step_dir, run.item)
+        described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
+        keeper.adopt(
+            found.target.info.save_id,
+            dense.storable(split.dense),
+            split.layout.dense,
+            run.among.index,
+            {key: bytes(data) for key, data in described.items()},
+        )

@@ -17,11 +17,12 @@ from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.board import JobBoard
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.steps import Steps
-from deltackpt.options import ManagerOptions
+from deltackpt.options import Dense, ManagerOptions
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save.apart import Meetings
+from deltackpt.save.dense_blocks import DenseKeeper, codings
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.state.choice import Tables
@@ -80,6 +81,16 @@ class NoLog:
         """See ``Log``."""
 
 
+def _keeper(options: Dense) -> DenseKeeper | None:
+    if options.deltas == "orbax":
+        return None
+    return DenseKeeper(
+        codings(options.codec, options.max_error),
+        max_reference_bytes=options.max_reference_bytes,
+        skip_unchanged=options.skip_unchanged,
+    )
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
     """One manager's run: its directory, what it goes on from, and whom it tells.
@@ -98,6 +109,7 @@ class Run:
       meetings: where processes meet that do not see each other's directories.
       newest: the newest step, as process 0 found it at first; every committed one since.
       restored: the step that the next save goes on from, where it is not the newest one.
+      dense: what keeps dense leaves that are blocks of deltas; None where they are Orbax's items.
       log: what is told of saves.
     """
 
@@ -114,6 +126,7 @@ class Run:
     newest: int | None
     meetings: Meetings | None = None
     restored: int | None = None
+    dense: DenseKeeper | None = None
     log: Log = dataclasses.field(default_factory=NoLog)
 
     @classmethod
@@ -179,6 +192,7 @@ class Run:
             tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
             newest=newest,
             meetings=meetings,
+            dense=_keeper(options.dense),
         )
 
     @property

@@ -206,7 +206,9 @@ class Saver:
         run = self._run
         pending = items[run.item] = self._snapshot(step, split, arguments)
         if split.layout.dense:
-            items[names.DENSE_ITEM] = self._dense(step, attempt, split)
+            item = self._dense(step, attempt, split, pending)
+            if item is not None:
+                items[names.DENSE_ITEM] = item
         for name, args in (arguments.items or {}).items():
             items[name] = self._begun(step, attempt, name, self._extra[name], args)
         if arguments.metrics and names.METRICS not in items:
@@ -221,12 +223,21 @@ class Saver:
                 self._run.lineage.failed(item.intent.save_id)
         _release(items)
 
-    def _dense(self, step: int, attempt: int, split: Split) -> Item:
-        """Dense leaves by our own writer, or by Orbax's handler where one of them is unusual."""
+    def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
+        """Dense leaves by our own writer, or by Orbax's handler where one of them is unusual.
+
+        None where they are blocks of the item of a delta.
+        """
         run = self._run
         leaves = dense.storable(split.dense)
         try:
-            return DenseLeaves.take(leaves, run.among.index, run.staging)
+            if run.dense is None:
+                return DenseLeaves.take(leaves, run.among.index, run.staging)
+            taken = run.dense.take(leaves, split.layout.dense, run.among.index)
+            if pending.intent.kind == "base":
+                return taken.as_item(pending.intent.save_id)
+            pending.dense = taken
+            return None
         except UnsupportedLeaf:
             args = dense.save_args(split.dense)
             return self._begun(step, attempt, names.DENSE_ITEM, dense.handler(), args)
@@ -264,6 +275,8 @@ class Saver:
         )
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
         nbytes += sum(item.nbytes for item in items.values() if isinstance(item, DenseLeaves))
+        if isinstance(pending, PendingSave) and pending.dense is not None:
+            nbytes += pending.dense.nbytes
         # With the manager, which would say that its save is lost if it went.
         future = run.workers.save(self._write, planned, nbytes, self._owner)
         self.in_flight = InFlight(number, temporary, pending, future, started)
@@ -281,7 +294,9 @@ class Saver:
             committed = steps.write(planned, run.workers)
         except BaseException:
             _release(planned.items)  # Not all of them were come to.
+            self._settle_dense(planned, stands=False)
             raise
+        self._settle_dense(planned, stands=True)
         run.held.committed()
         if run.among.index == 0:
             try:
@@ -290,6 +305,18 @@ class Saver:
             except Exception as error:
                 warnings.append(f"steps that retention does not keep may stay: {error}")
         return Done(room_secs, committed, tuple(warnings))
+
+    def _settle_dense(self, planned: Step, *, stands: bool) -> None:
+        """References of dense leaves count once their save stands."""
+        run, pending = self._run, planned.items[planned.tables]
+        if run.dense is None or not isinstance(pending, PendingSave):
+            return
+        intent = pending.intent
+        if stands:
+            parents = () if intent.parent is None else (intent.parent.save_id,)
+            run.dense.committed(intent.save_id, run.lineage.protected().intersection(parents))
+        else:
+            run.dense.failed(intent.save_id)
 
     def _metadata(
         self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int

@@ -14,7 +14,8 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format.manifest import Layout
-from deltackpt.reading.replay import LoggedDense, LoggedState
+from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading.replay import LoggedState
 
 _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
 #: The processes that have items, and those of each.
@@ -69,7 +70,7 @@ def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
         for key, data in _below(files, folder).items():
             process, _, name = key.partition("/")
             items[int(process)][name] = decode(data)
-    dense = LoggedDense(_below(files, _VALUES), _below(files, _FILES))
+    dense = DenseValues(_below(files, _VALUES), _below(files, _FILES))
     return LoggedState(dense, items, rows)
 
 

@@ -28,6 +28,7 @@ from deltackpt.format.blocks import EncodedBlock, RowBlock, Span
 from deltackpt.format.frames import DenseHead, DenseValue, ItemsHead, Kind, Place
 from deltackpt.format.manifest import GroupEntry, Layout, Segment
 from deltackpt.reading import bounds, merge
+from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog
 from deltackpt.reading.stretches import Leg, Way
 from deltackpt.reading.targets import Targets
@@ -49,18 +50,6 @@ class Replayed:
     marks: int
 
 
-class LoggedDense(NamedTuple):
-    """Dense leaves of a full mark.
-
-    Attributes:
-      values: key to value of the database that Orbax keeps of them, of all processes.
-      files: the files beside it, by their paths in the item.
-    """
-
-    values: Mapping[str, memoryview]
-    files: Mapping[str, memoryview]
-
-
 class LoggedState(NamedTuple):
     """A full point, but for its tables.
 
@@ -70,7 +59,7 @@ class LoggedState(NamedTuple):
       rows: as in ``Replayed``, of the marks from its step on.
     """
 
-    dense: LoggedDense
+    dense: DenseValues
     items: Mapping[int, Mapping[str, Any]]
     rows: Mapping[str, np.ndarray]
 
@@ -130,7 +119,7 @@ class DenseKept:
         self.frames: dict[tuple[str, Place, int], list[tuple[DenseValue, memoryview]]] = {}
 
 
-def dense_of(way: Way, kept: DenseKept | None = None) -> LoggedDense:
+def dense_of(way: Way, kept: DenseKept | None = None) -> DenseValues:
     """The dense leaves of the point.
 
     Args:
@@ -151,7 +140,7 @@ def dense_of(way: Way, kept: DenseKept | None = None) -> LoggedDense:
                     (files if value.file else values)[value.key] = data
     if kept is not None:
         kept.frames = now.frames
-    return LoggedDense(values, files)
+    return DenseValues(values, files)
 
 
 def items_of(way: Way) -> dict[int, dict[str, Any]]:

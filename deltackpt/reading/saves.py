@@ -508,7 +508,9 @@ def check_dense(save: StoredSave) -> None:
       Damaged: there are none, as where a base was copied over the step.
       ForeignDirectory: another manager committed the step, which saves them elsewhere, or not.
     """
-    if not save.head.dense or (save.step_dir / names.DENSE_ITEM).is_dir():
+    if not save.head.dense or save.head.dense_blocks is not None:
+        return
+    if (save.step_dir / names.DENSE_ITEM).is_dir():
         return
     name, leaves = f"{save.step_dir.name}/{names.DENSE_ITEM}", len(save.head.dense)
     if (save.step_dir / names.STEP_METADATA).exists():

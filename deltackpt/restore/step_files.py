@@ -18,7 +18,7 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
-from deltackpt.reading.replay import LoggedDense
+from deltackpt.reading.dense_values import DenseValues
 from deltackpt.storage import digests, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import Value
@@ -38,16 +38,16 @@ class ItemFiles(Protocol):
         ...
 
 
-class LoggedFiles:
-    """The dense leaves of a mark, as the item of a step that they would be."""
+class DenseFiles:
+    """Dense leaves of a mark, or of a delta that has them as blocks, as Orbax's item of a step."""
 
-    def __init__(self, logged: LoggedDense):
+    def __init__(self, found: DenseValues):
         """Writes nothing yet.
 
         Args:
-          logged: of the mark.
+          found: what is in the item.
         """
-        self._logged = logged
+        self._found = found
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __contains__(self, item: str) -> bool:
@@ -60,16 +60,16 @@ class LoggedFiles:
           StorageError: it cannot be written.
         """
         if self._folder is None:
-            logged = self._logged
-            nbytes = sum(value.nbytes for value in logged.values.values())
+            found = self._found
+            nbytes = sum(value.nbytes for value in found.values.values())
             place = _place(2 * nbytes)
             self._folder = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=place)
             folder = Path(self._folder.name, item)
             batch = FileBatch(Path(self._folder.name), fsync=False)
             batch.make(folder)
-            plain = {key: np.frombuffer(data, np.uint8) for key, data in logged.values.items()}
+            plain = {key: np.frombuffer(data, np.uint8) for key, data in found.values.items()}
             ocdbt.write(folder, [Value(key, data) for key, data in plain.items()], batch)
-            for name, data in logged.files.items():
+            for name, data in found.files.items():
                 path = folder / name
                 batch.make(path.parent)
                 batch.write(path, bytes(data))

@@ -35,7 +35,7 @@ from deltackpt.reading.stretches import LogPoint, Logs, Way
 from deltackpt.reading.targets import Wanted, targets_of, wanted_rows
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
-from deltackpt.restore.step_files import ItemFiles, LoggedFiles, StepFiles
+from deltackpt.restore.step_files import DenseFiles, ItemFiles, StepFiles
 from deltackpt.state import marks, tables, touch_state
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
@@ -251,7 +251,7 @@ class StepReader:
                 of_marks = replay.dense_of(replay_from), replay.items_of(replay_from)
                 point = LoggedState(*of_marks, rows={})
             if point is not None and found.target.layout.dense:
-                files = LoggedFiles(point.dense)
+                files = DenseFiles(point.dense)
                 held.callback(files.close)
             # Orbax mostly waits for its own threads, and the merge for memory.
             with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:

@@ -130,6 +130,11 @@ def plan(tree: Any, process: int = 0) -> Plan:
     return found.plan_of(leaves)
 
 
+def described(tree: Any) -> dict[str, bytes]:
+    """The ``.zarray`` keys of a tree that is ``covered``, and their values: how it is cut."""
+    return plan(tree, process=0).described
+
+
 #: States of so many structures are planned once each.
 _REMEMBERED = 16
 _outlines: dict[Any, _Outline] = {}

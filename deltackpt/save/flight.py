@@ -17,12 +17,14 @@ from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import TrackingError
+from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.figures import table_figures
 from deltackpt.format.manifest import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import part
 from deltackpt.save.branch import Written
+from deltackpt.save.dense_blocks import TakenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock
@@ -31,6 +33,7 @@ from deltackpt.save.taken import TakenRows
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.parts import ArrayPlace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,8 @@ class PendingSave:
         self.rows = rows
         #: Bytes of the rows, before they are encoded.
         self.nbytes = nbytes
+        #: Dense leaves that are written beside the rows, as blocks of this item.
+        self.dense: TakenDense | None = None
         self._plan = plan
         self._faults = faults
         self._extract_secs = extract_secs
@@ -178,10 +183,11 @@ class PendingSave:
             segments = part.write_segments(
                 plan, item_dir, others.process, self.rows, batch, self._workers, encoding
             )
+            dense = self._write_dense(item_dir, batch, others.process)
         finally:
-            self.rows.release()
+            self.abandon()
         written = time.perf_counter()
-        done = part.finish(plan, item_dir, segments, batch, others)
+        done = part.finish(plan, item_dir, segments, batch, others, dense=dense)
         if plan.lineage is not None and others.process == 0:
             plan.lineage.wrote(self.intent.save_id, Written.of(done.record, done.crc32c))
         groups = plan.layout.groups
@@ -197,6 +203,17 @@ class PendingSave:
             digest_secs=time.perf_counter() - written,
             tables=table_figures(groups, plan.layout.tables, segments),
         )
+
+    def _write_dense(self, item_dir: Path, batch: FileBatch, process: int) -> DenseBlocks | None:
+        if self.dense is None:
+            return None
+        parent = self.intent.parent
+        coded = self.dense.coded(
+            None if parent is None else parent.save_id,
+            self.intent.save_id,
+            self._workers.encoders,
+        )
+        return coded.write(lambda segment: ArrayPlace(item_dir, process, segment, batch))
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Nothing is left to do: process 0's manifest speaks for all parts."""
@@ -218,6 +235,8 @@ class PendingSave:
     def abandon(self) -> None:
         """Gives up a save that will not be written; safe to call again."""
         self.rows.release()
+        if self.dense is not None:
+            self.dense.release()
 
 
 class RefusedSave:

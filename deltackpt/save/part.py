@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest
+from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import GroupEntry, Layout, Manifest, Segment
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.resources.workers import Workers
@@ -173,6 +174,8 @@ def finish(
     segments: Sequence[Segment],
     batch: FileBatch,
     others: Rendezvous,
+    *,
+    dense: DenseBlocks | None = None,
 ) -> WrittenPart:
     """Digests, then the manifest, in step with the other processes; then forces them.
 
@@ -185,6 +188,7 @@ def finish(
       segments: all of the part.
       batch: what they were written with.
       others: where the processes meet.
+      dense: dense leaves that were written with them.
 
     Raises:
       StorageError: the store refused.
@@ -193,7 +197,7 @@ def finish(
     several = others.count > 1
     written = parts.finish(
         item_dir,
-        _head(plan, others),
+        dataclasses.replace(_head(plan, others), dense_blocks=dense),
         segments,
         batch,
         share=_share(plan, segments) if several else None,

@@ -323,6 +323,8 @@ def _features(head: Manifest, segments: Iterable[Segment]) -> tuple[str, ...]:
     coded = () if planned | used == {"raw"} else (manifest.ENCODINGS,)
     if head.process_count > 1:
         coded = (*coded, manifest.PARTS)
+    if head.dense_blocks is not None:
+        coded = (*coded, manifest.DENSE_BLOCKS)
     return coded if head.rolling is None else (*coded, manifest.ROLLING)
 
 

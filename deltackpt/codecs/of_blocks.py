@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs of dense leaves: blocks of 256 numbers, most of them as a change of a reference.
+
+A *reference* is what a block was in the parent, as it decodes. A *relative* codec stores the change
+from it, so that errors do not add up along a chain: each save corrects those of the one before. The
+others need none, and a reader begins with the newest of them.
+
+Decode arithmetic is normative: in float32 a product that has no rounding error (a code of at most 8
+bits, a scale of at most 11), then one sum, rounded once; fused or not, it is the same number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from deltackpt.codecs import logarithms, registry
+from deltackpt.codecs.uniform import Uniform
+from deltackpt.errors import OptionError
+from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.format.dtypes import stored_dtype
+
+#: Blocks that are decoded at once stay in the cache.
+_PIECE_BLOCKS = 1024
+#: Dtypes of numbers that lossy codecs take.
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+class BlockArray(NamedTuple):
+    """One stored array of some blocks.
+
+    Attributes:
+      trailing: shape of what it has of a block; of a ragged one that of an element.
+      dtype: stored.
+      zstd: whether its chunks are compressed.
+      byte_planes: whether they are compressed with their last axis first.
+      ragged: whether a block has as many elements as the array ``count`` says.
+    """
+
+    trailing: tuple[int, ...]
+    dtype: np.dtype
+    zstd: bool = False
+    byte_planes: bool = False
+    ragged: bool = False
+
+
+class BlockCodec(Protocol):
+    """How blocks of one dtype are stored. Stateless; numpy only."""
+
+    @property
+    def name(self) -> str:
+        """Its name in manifests and options."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decoded blocks are the blocks bit for bit."""
+        ...
+
+    @property
+    def relative(self) -> bool:
+        """Whether it is decoded by way of a reference."""
+        ...
+
+    def takes(self, dtype: str) -> bool:
+        """Whether blocks of a dtype can be stored."""
+        ...
+
+    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+        """Suffix to stored array; the main one has the suffix ``""``."""
+        ...
+
+    def decode(
+        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """Writes blocks.
+
+        Args:
+          arrays: suffix to stored array, of n blocks.
+          reference: (n, 256) of the blocks' dtype, of relative codecs; it may be ``out``.
+          out: likewise, contiguous.
+
+        Raises:
+          ValueError: the arrays cannot be of n blocks.
+        """
+        ...
+
+
+def bits_dtype(dtype: np.dtype) -> np.dtype:
+    """The unsigned integers that hold the bits of a dtype."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The bits as they are."""
+
+    name: str = "raw"
+    lossless: bool = True
+    relative: bool = False
+
+    def takes(self, dtype: str) -> bool:
+        """See ``BlockCodec``."""
+        return True
+
+    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+        """See ``BlockCodec``."""
+        return {"": BlockArray((BLOCK,), stored_dtype(dtype))}
+
+    def decode(
+        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """See ``BlockCodec``."""
+        np.copyto(out.view(arrays[""].dtype), arrays[""])
+
+
+@dataclasses.dataclass(frozen=True)
+class Planes:
+    """The bytes of equal place side by side, by zstd: of the bits, or of the XOR with a reference.
+
+    Trained bf16 weights ten steps later: 0.23 of their bytes as XOR, 0.7 as they are.
+    """
+
+    name: str
+    relative: bool
+    lossless: bool = True
+
+    def takes(self, dtype: str) -> bool:
+        """See ``BlockCodec``."""
+        return True
+
+    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+        """See ``BlockCodec``."""
+        return {"": BlockArray((BLOCK, dtype.itemsize), np.dtype(np.uint8), byte_planes=True)}
+
+    def decode(
+        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """See ``BlockCodec``."""
+        bits = bits_dtype(out.dtype)
+        found = np.ascontiguousarray(arrays[""]).view(bits).reshape(out.shape)
+        if self.relative:
+            assert reference is not None
+            np.bitwise_xor(found, reference.view(bits), out=out.view(bits))
+        else:
+            np.copyto(out.view(bits), found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """The numbers of a block that changed: how many, where, and their bits' XOR with the reference.
+
+    A number of bf16 takes 3 bytes before zstd, so that it pays where at most a tenth changed; its
+    XOR has few bits set, which zstd finds.
+    """
+
+    name: str = "sparse"
+    lossless: bool = True
+    relative: bool = True
+
+    def takes(self, dtype: str) -> bool:
+        """See ``BlockCodec``."""
+        return True
+
+    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+        """See ``BlockCodec``."""
+        return {
+            "count": BlockArray((), np.dtype(np.uint16), zstd=True),
+            "at": BlockArray((), np.dtype(np.uint8), zstd=True, ragged=True),
+            "": BlockArray((), bits_dtype(dtype), zstd=True, ragged=True),
+        }
+
+    def decode(
+        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """See ``BlockCodec``."""
+        assert reference is not None
+        if reference is not out:
+            np.copyto(out, reference)
+        count, at, changed = arrays["count"], arrays["at"], arrays[""]
+        total = int(count.sum(dtype=np.int64))
+        if len(count) != len(out) or total != len(at) or total != len(changed):
+            raise ValueError(f"{total} numbers of {len(out)} blocks, found {len(at)}")
+        places = np.repeat(np.arange(len(count)) * BLOCK, count)
+        places += at
+        if total > 1 and not (np.diff(places) > 0).all():
+            raise ValueError("places that ascend, found some that do not")
+        flat = out.reshape(-1).view(changed.dtype)
+        flat[places] ^= changed
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The difference to the reference, by a symmetric uniform code with a scale for each block."""
+
+    name: str
+    code: Uniform
+    lossless: bool = False
+    relative: bool = True
+
+    def takes(self, dtype: str) -> bool:
+        """See ``BlockCodec``."""
+        return dtype in FLOATS
+
+    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+        """See ``BlockCodec``."""
+        return _stored(self.code)
+
+    def decode(
+        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """See ``BlockCodec``."""
+        assert reference is not None
+        change = np.empty((min(len(out), _PIECE_BLOCKS), BLOCK), np.float32)
+        for start in range(0, len(out), _PIECE_BLOCKS):
+            part = slice(start, start + _PIECE_BLOCKS)
+            found = change[: len(out[part])]
+            self.code.decode({name: array[part] for name, array in arrays.items()}, found)
+            # The same number whether the product and the sum are fused or not.
+            np.add(reference[part].astype(np.float32, copy=False), found, out=found)
+            np.copyto(out[part], found, casting="unsafe")
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A uniform code of the numbers themselves, which needs no reference."""
+
+    name: str
+    code: Uniform
+    lossless: bool = False
+    relative: bool = False
+
+    def takes(self, dtype: str) -> bool:
+        """See ``BlockCodec``."""
+        return dtype in FLOATS
+
+    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+        """See ``BlockCodec``."""
+        return _stored(self.code)
+
+    def decode(
+        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """See ``BlockCodec``."""
+        self.code.decode(arrays, out)
+
+
+def _stored(code: Uniform) -> dict[str, BlockArray]:
+    found = code.stored((BLOCK,), np.dtype(np.float32))
+    return {name: BlockArray(one.trailing, one.dtype, zstd=True) for name, one in found.items()}
+
+
+def _uniform(name: str) -> Uniform:
+    found = registry.get(name)
+    assert isinstance(found, Uniform)
+    return found
+
+
+_CODECS: dict[str, BlockCodec] = {
+    codec.name: codec
+    for codec in (
+        Whole(),
+        Planes("planes", relative=False),
+        Planes("xor", relative=True),
+        Sparse(),
+        Difference("ef8", _uniform("symmetric8")),
+        Difference("ef4", _uniform("symmetric4")),
+        Alone("int8", _uniform("int8")),
+        *logarithms.LOGARITHMS,
+    )
+}
+#: What an option may name: ``exact`` chooses the smallest of the lossless ones for each block.
+EXACT = "exact"
+#: The next more precise one; what is not here is followed by ``exact``.
+_WIDER = {"ef4": "ef8", "log4": "log8"}
+
+
+def names() -> list[str]:
+    """Names that an option may give."""
+    return [EXACT, *sorted(name for name, codec in _CODECS.items() if not codec.lossless)]
+
+
+def get(name: str) -> BlockCodec:
+    """The codec of a name in a manifest.
+
+    Raises:
+      OptionError: there is none.
+    """
+    try:
+        return _CODECS[name]
+    except KeyError:
+        raise OptionError(
+            f"codec {name!r} of dense leaves: expected one of {sorted(_CODECS)}, found an unknown "
+            "name; install a newer deltackpt if a checkpoint asks for it"
+        ) from None
+
+
+def wider(name: str) -> str:
+    """The next more precise codec."""
+    return _WIDER.get(name, EXACT)

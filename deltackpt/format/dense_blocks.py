@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves of a delta, or of a mark, as blocks: the records of what one process wrote of them.
+
+The values of the dense item are those of Orbax's database (``NAME/0.1``: a chunk of a leaf) and the
+files beside it. A chunk is a table of *blocks* of 256 numbers, the last one filled up with zeros;
+the chunks of one dtype, laid end to end, are a group, and a segment holds some blocks of a group by
+one codec. Blocks that no segment holds are as in the parent. Small values, and all that is no
+array, are *plain*: bytes, one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from deltackpt.format import dtypes
+from deltackpt.format.segments import Segment
+from deltackpt.format.soundness import MOST, check_segment, require
+
+#: Numbers of a block: what shares a scale.
+BLOCK = 256
+#: Smaller chunks are plain.
+PLAIN_BYTES = 4096
+#: Group of the segment that holds plain values, and its only array.
+PLAIN, PLAIN_BYTES_OF = "plain", "bytes"
+#: Field of the blocks of a segment.
+BLOCKS = "blocks"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockedValue:
+    """One value of the dense item.
+
+    Attributes:
+      key: in Orbax's database, ``NAME/.zarray`` or ``NAME/I.J``; of a file its path in the item.
+      file: whether it is a file.
+      dtype: of its numbers; of plain values ``uint8``.
+      count: how many there are.
+      group: the dtype where it is made of blocks, ``plain`` where it is not.
+      at: its first block in the group; of a plain value its first byte, None where that is as in
+        the parent.
+    """
+
+    key: str
+    dtype: str
+    count: int
+    group: str
+    at: int | None
+    file: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is kept as bytes."""
+        return self.group == PLAIN
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it has, the last one filled up."""
+        return 0 if self.plain else blocks_of(self.count)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value itself."""
+        return self.count * dtypes.dtype_of(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseBlocks:
+    """What one process wrote of the dense item in a delta, or in a mark.
+
+    Attributes:
+      values: all that it has of the item, changed or not; keys are unique among all processes.
+      segments: what changed since the parent. ``group`` is a dtype, or ``plain``; ``fields`` is
+        ``blocks``, whose codec is that of the encoding.
+    """
+
+    values: tuple[BlockedValue, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression."""
+        return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
+
+    def of_group(self, group: str) -> list[BlockedValue]:
+        """The values made of a group's blocks, in the order of these."""
+        return [value for value in self.values if value.group == group and not value.plain]
+
+
+def blocks_of(count: int) -> int:
+    """How many blocks hold so many numbers."""
+    return -(-count // BLOCK)
+
+
+def is_plain(nbytes: int, dtype: str) -> bool:
+    """Whether a chunk is kept as bytes."""
+    return nbytes < PLAIN_BYTES or dtype not in BLOCKED_DTYPES
+
+
+#: Of numbers that blocks are made of: those that a numpy view of unsigned integers covers.
+BLOCKED_DTYPES = frozenset(
+    (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("bfloat16", "float16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2"),
+        *("float8_e5m2fnuz", "bool"),
+    )
+)
+
+
+def laid_out(values: Iterable[BlockedValue]) -> Iterator[BlockedValue]:
+    """The values with the places of their blocks: end to end in each group."""
+    ends: dict[str, int] = {}
+    for value in values:
+        if value.plain:
+            yield value
+            continue
+        at = ends.get(value.group, 0)
+        ends[value.group] = at + value.blocks
+        yield dataclasses.replace(value, at=at)
+
+
+def check(record: DenseBlocks) -> None:
+    """Checks what a record says by itself.
+
+    Raises:
+      Unsound: it cannot be.
+    """
+    keys: set[tuple[bool, str]] = set()
+    ends: dict[str, int] = {}
+    for value in record.values:
+        place = f"values.{value.key}"
+        require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
+        keys.add((value.file, value.key))
+        require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
+        require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
+        if value.plain:
+            require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
+            continue
+        require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
+        expected = ends.get(value.group, 0)
+        require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
+        ends[value.group] = expected + value.blocks
+    for segment in record.segments:
+        check_segment(segment)
+        require(
+            segment.group == PLAIN or segment.group in ends,
+            "a group of its values",
+            segment.group,
+            f"segments.{segment.name}.group",
+        )
+        total = plain_bytes(record) if segment.group == PLAIN else ends[segment.group]
+        if segment.ranges:
+            last = segment.ranges[-1][1]
+            require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")
+
+
+def plain_bytes(record: DenseBlocks) -> int:
+    """Bytes of all plain values that it holds."""
+    return sum(value.count for value in record.values if value.plain and value.at is not None)

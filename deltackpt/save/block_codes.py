@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a dense leaf to what is stored of them: what changed, by the smallest codec.
+
+Blocks that did not change are left out. Lossless ones become, each for itself, a few numbers with
+their places, byte planes of the XOR with the reference, or their bits as they are. A lossy code is
+measured where it is made; a leaf that it would change by more than its budget is encoded by the
+next wider one, at last exactly: no save fails for it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deltackpt.codecs import of_blocks
+from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.save import encode, encode_logarithms
+
+#: Blocks that one thread encodes at once.
+_SPAN_BLOCKS = 1 << 14
+#: Of these the float32 pieces that stay in the cache.
+_PIECE_BLOCKS = 1 << 11
+#: Most numbers of a block that are kept with their places, by bytes of a number: with more the
+#: other lossless codecs are smaller (bf16: byte planes of the XOR have a quarter of the bytes).
+_MOST_SPARSE = {1: 96, 2: 32, 4: 160, 8: 200}
+#: Bytes of numbers whose XOR gains by byte planes; wider ones lose time and gain a third.
+_PLANES_BYTES = 2
+
+
+class CodedBlocks(NamedTuple):
+    """Some blocks of a leaf by one codec.
+
+    Attributes:
+      codec: its name.
+      blocks: their numbers in the leaf, int64 (n,), ascending.
+      arrays: suffix to stored array.
+    """
+
+    codec: str
+    blocks: np.ndarray
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, before any compression."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class CodedLeaf(NamedTuple):
+    """What is stored of a leaf, and what it will be once it is decoded.
+
+    Attributes:
+      pieces: different blocks each.
+      decoded: (blocks, 256): the reference of the next save. Where nothing is lost it is the leaf,
+        or the reference where nothing changed.
+      codec: the one that was used where blocks changed: ``exact`` or a lossy one.
+      reason: why that one, where it is not the one that was asked for.
+      error: relative l2 error of the leaf; 0 where nothing is lost.
+    """
+
+    pieces: Sequence[CodedBlocks]
+    decoded: np.ndarray
+    codec: str
+    reason: str
+    error: float
+
+
+def encode_leaf(
+    leaf: np.ndarray,
+    reference: np.ndarray | None,
+    codec: str,
+    max_error: float | None,
+    pool: concurrent.futures.Executor,
+    *,
+    skip_unchanged: bool = True,
+) -> CodedLeaf:
+    """Encodes what changed of a leaf.
+
+    Args:
+      leaf: (blocks, 256), the last block filled up with zeros.
+      reference: likewise what it was in the parent, as that decodes; None where there is none.
+      codec: ``exact``, or a lossy one.
+      max_error: most relative l2 error of the leaf; None for any.
+      pool: encodes spans.
+      skip_unchanged: whether blocks that did not change are left out.
+    """
+    asked, reason = codec, ""
+    while True:
+        if codec != of_blocks.EXACT and not _can(codec, leaf, reference):
+            reason = f"{codec}: no reference" if reference is None else f"{codec}: {leaf.dtype}"
+            codec = of_blocks.EXACT
+        found = _encoded(leaf, reference, codec, pool, skip_unchanged)
+        error = found.relative_error
+        if max_error is None or error <= max_error or codec == of_blocks.EXACT:
+            break
+        reason = f"{codec} would change it by {error:.3g}, more than {max_error:g}"
+        codec = of_blocks.wider(codec)
+    reason = reason if codec != asked else ""
+    return CodedLeaf(_joined(found.pieces), found.decoded, codec, reason, error)
+
+
+class _Span(NamedTuple):
+    pieces: list[CodedBlocks]
+    squared_error: float
+    squared_norm: float
+
+
+class _Encoded(NamedTuple):
+    pieces: list[CodedBlocks]
+    decoded: np.ndarray
+    relative_error: float
+
+
+def _can(codec: str, leaf: np.ndarray, reference: np.ndarray | None) -> bool:
+    found = of_blocks.get(codec)
+    return found.takes(leaf.dtype.name) and not (found.relative and reference is None)
+
+
+def _encoded(
+    leaf: np.ndarray,
+    reference: np.ndarray | None,
+    codec: str,
+    pool: concurrent.futures.Executor,
+    skip_unchanged: bool,
+) -> _Encoded:
+    exact = codec == of_blocks.EXACT
+    decoded = leaf if exact else np.empty_like(leaf)
+    starts = range(0, len(leaf), _SPAN_BLOCKS)
+
+    def of_span(start: int) -> _Span:
+        part = slice(start, start + _SPAN_BLOCKS)
+        before = None if reference is None else reference[part]
+        if exact:
+            return _exact(leaf[part], before, start, skip_unchanged)
+        return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
+
+    spans = list(pool.map(of_span, starts)) if len(starts) > 1 else [of_span(at) for at in starts]
+    pieces = [piece for span in spans for piece in span.pieces]
+    if not pieces and reference is not None:
+        return _Encoded([], reference, 0.0)
+    error = math.fsum(span.squared_error for span in spans)
+    norm = math.fsum(span.squared_norm for span in spans)
+    relative = math.sqrt(error / norm) if norm > 0 else (math.inf if error > 0 else 0.0)
+    return _Encoded(pieces, decoded, relative)
+
+
+def _joined(pieces: Iterable[CodedBlocks]) -> list[CodedBlocks]:
+    """One piece of each codec."""
+    found: dict[str, list[CodedBlocks]] = {}
+    for piece in pieces:
+        found.setdefault(piece.codec, []).append(piece)
+    return [
+        CodedBlocks(
+            codec,
+            np.concatenate([one.blocks for one in held]),
+            {name: np.concatenate([one.arrays[name] for one in held]) for name in held[0].arrays},
+        )
+        if len(held) > 1
+        else held[0]
+        for codec, held in sorted(found.items())
+    ]
+
+
+# Lossless.
+
+
+def changed_numbers(now: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many numbers of each block changed, by their bits, (n,) int64, and which, (n, 256)."""
+    bits = of_blocks.bits_dtype(now.dtype)
+    changed = now.view(bits) != before.view(bits)
+    # Sums of 32 truth values in each of 8 bytes, then of these: thrice as fast as a sum of bools.
+    sums = np.add.reduce(changed.view(np.uint64), axis=1)
+    return sums.view(np.uint8).reshape(len(now), 8).sum(axis=1, dtype=np.int64), changed
+
+
+def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchanged: bool) -> _Span:
+    itemsize = now.dtype.itemsize
+    if before is None:
+        blocks = np.arange(len(now))
+        codec = "planes" if itemsize == _PLANES_BYTES else "raw"
+        return _Span([_lossless(codec, now, None, blocks, start)], 0.0, 0.0)
+    counts, changed = changed_numbers(now, before)
+    few = counts <= _MOST_SPARSE[itemsize]
+    if skip_unchanged:
+        few &= counts > 0
+    pieces = []
+    if few.any():
+        pieces.append(_sparse(now, before, changed, counts, np.flatnonzero(few), start))
+    many = np.flatnonzero(counts > _MOST_SPARSE[itemsize])
+    if len(many):
+        codec = "xor" if itemsize == _PLANES_BYTES else "raw"
+        pieces.append(_lossless(codec, now, before, many, start))
+    return _Span(pieces, 0.0, 0.0)
+
+
+def _lossless(
+    codec: str, now: np.ndarray, before: np.ndarray | None, blocks: np.ndarray, start: int
+) -> CodedBlocks:
+    chosen = _rows(now, blocks)
+    bits = of_blocks.bits_dtype(now.dtype)
+    if codec == "xor":
+        assert before is not None
+        chosen = np.bitwise_xor(chosen.view(bits), _rows(before, blocks).view(bits))
+    [(_, array)] = of_blocks.get(codec).stored(now.dtype).items()
+    stored = np.ascontiguousarray(chosen).view(array.dtype).reshape(len(blocks), *array.trailing)
+    return CodedBlocks(codec, blocks + start, {"": stored})
+
+
+def _rows(blocks: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    return blocks if len(chosen) == len(blocks) else blocks[chosen]
+
+
+def _sparse(
+    now: np.ndarray,
+    before: np.ndarray,
+    changed: np.ndarray,
+    counts: np.ndarray,
+    blocks: np.ndarray,
+    start: int,
+) -> CodedBlocks:
+    bits = of_blocks.bits_dtype(now.dtype)
+    # Places among all numbers: gathering whole blocks first would read them all once more.
+    found = np.flatnonzero(_rows(changed, blocks))
+    at = (found & (BLOCK - 1)).astype(np.uint8)
+    places = blocks[found >> 8] * BLOCK + at if len(blocks) < len(now) else found
+    flat_now, flat_before = now.reshape(-1).view(bits), before.reshape(-1).view(bits)
+    arrays = {
+        "count": counts[blocks].astype(np.uint16),
+        "at": at,
+        "": flat_now[places] ^ flat_before[places],
+    }
+    return CodedBlocks("sparse", blocks + start, arrays)
+
+
+# Lossy.
+
+
+def _lossy(
+    codec: str,
+    now: np.ndarray,
+    before: np.ndarray | None,
+    start: int,
+    decoded: np.ndarray,
+    skip_unchanged: bool,
+) -> _Span:
+    """Encodes a span; ``decoded`` gets what a reader will find."""
+    found = of_blocks.get(codec)
+    blocks = np.arange(len(now))
+    if before is not None and skip_unchanged:
+        counts, _ = changed_numbers(now, before)
+        blocks = np.flatnonzero(counts)
+        if len(blocks) < len(now):
+            np.copyto(decoded, before)
+    pieces: list[CodedBlocks] = []
+    error = 0.0
+    for first in range(0, len(blocks), _PIECE_BLOCKS):
+        chosen = blocks[first : first + _PIECE_BLOCKS]
+        rows = now[_span_of(chosen)]
+        reference = None if before is None else before[_span_of(chosen)]
+        values = rows.astype(np.float32, copy=False)
+        if isinstance(found, of_blocks.Difference):
+            assert reference is not None
+            with np.errstate(invalid="ignore", over="ignore"):
+                values = values - reference.astype(np.float32, copy=False)
+        coded = _code(found, values, rows, reference)
+        held = np.asarray(coded.held)
+        out = np.empty_like(rows)
+        arrays = {name: np.ascontiguousarray(array) for name, array in coded.arrays.items()}
+        if held.all():
+            found.decode(arrays, reference, out)
+            pieces.append(CodedBlocks(codec, chosen + start, arrays))
+        else:
+            # What the code cannot hold is kept as it is.
+            missing, rest = np.flatnonzero(~held), np.flatnonzero(held)
+            beside = _lossless("raw", rows, None, missing, 0)
+            pieces.append(beside._replace(blocks=chosen[missing] + start))
+            out[missing] = rows[missing]
+            if len(rest):
+                arrays = {name: array[rest] for name, array in arrays.items()}
+                target = np.empty_like(rows[rest])
+                found.decode(arrays, None if reference is None else reference[rest], target)
+                out[rest] = target
+                pieces.append(CodedBlocks(codec, chosen[rest] + start, arrays))
+        error += float(np.asarray(coded.squared_error)[held].sum(dtype=np.float64))
+        decoded[_span_of(chosen)] = out
+    return _Span(pieces, error, _squares(now))
+
+
+def _span_of(chosen: np.ndarray) -> slice | np.ndarray:
+    """An index for ascending numbers: a slice where they lie together."""
+    first, last = int(chosen[0]), int(chosen[-1]) + 1
+    return slice(first, last) if last - first == len(chosen) else chosen
+
+
+def _code(
+    codec: of_blocks.BlockCodec,
+    values: np.ndarray,
+    rows: np.ndarray,
+    reference: np.ndarray | None,
+) -> encode.Encoded:
+    if isinstance(codec, (of_blocks.Difference, of_blocks.Alone)):
+        found = encode.on_host(codec.code, values)
+        stored = codec.code.stored((BLOCK,), np.dtype(np.float32))
+        arrays = {
+            name: np.asarray(found.arrays[name]).view(array.dtype) for name, array in stored.items()
+        }
+        return found._replace(arrays=arrays)
+    return encode_logarithms.on_host(codec, rows, reference)
+
+
+def _squares(now: np.ndarray) -> float:
+    """Sum of the squares of the numbers; of what is not finite nothing."""
+    total = 0.0
+    for start in range(0, len(now), _PIECE_BLOCKS):
+        values = now[start : start + _PIECE_BLOCKS].astype(np.float32, copy=False).reshape(-1)
+        found = float(np.dot(values, values))
+        total += found if math.isfinite(found) else 0.0
+    return total
