@@ -90,7 +90,10 @@ class PartSource:
 
 
 def of_step(
-    saves: Sequence[StoredSave], wanted: Callable[[str], bool] = lambda key: True
+    saves: Sequence[StoredSave],
+    wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    verified: bool = True,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -99,19 +102,22 @@ def of_step(
     Args:
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
+      verified: whether the base's item is, all of whose files are read for that.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted))
+    return read_whole(saves, functools.partial(_of_step, wanted=wanted, verified=verified))
 
 
-def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
+def _of_step(
+    saves: Sequence[StoredSave], *, wanted: Callable[[str], bool], verified: bool
+) -> DenseValues:
     sources, base = [], None
     for save in reversed(saves):
         if save.head.dense_blocks is None:
-            base = orbax_values.of_save(save)
+            base = orbax_values.of_save(save, verified=verified)
             break
         sources.append([*_sources(save)])
     name = saves[-1].name
