@@ -107,6 +107,13 @@ def of_step(
     return read_whole(saves, functools.partial(_of_step, wanted=wanted))
 
 
+def listed(save: StoredSave) -> list[BlockedValue]:
+    """The values of the dense item of a save that has them as blocks; none of another one."""
+    if save.head.dense_blocks is None:
+        return []
+    return [value for source in _sources(save) for value in source.record.values]
+
+
 def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
     sources, base = [], None
     for save in reversed(saves):

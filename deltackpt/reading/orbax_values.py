@@ -7,7 +7,7 @@ against the digests of the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -19,6 +19,8 @@ from deltackpt.storage import digests
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.store import Spot
 
+#: Files of the item that the database consists of begin so.
+_OF_DATABASE = ("d/", names.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
 #: Values that are asked for at once.
 _AT_ONCE = 64
 
@@ -26,17 +28,16 @@ _AT_ONCE = 64
 class OrbaxValues:
     """Values and files of an item."""
 
-    def __init__(self, step_dir: Spot, item_dir: Spot, *, checked: bool):
+    def __init__(self, item_dir: Spot, damage: Callable[[], Sequence[Damaged]] | None):
         """Reads nothing yet.
 
         Args:
-          step_dir: whose digests cover the item.
           item_dir: of the item.
-          checked: whether there are digests.
+          damage: what is wrong with its files; called before the first value is read. None where no
+            digests cover it.
         """
-        self._step_dir = step_dir
         self._item_dir = item_dir
-        self._checked = not checked
+        self._damage = damage
         self._opened: Any = None
 
     @property
@@ -76,22 +77,14 @@ class OrbaxValues:
 
     def _files(self) -> list[str]:
         """Files beside the database."""
-        return [
-            name
-            for name in self._item_dir.keys()
-            if not (name.startswith(("d/", "ocdbt.process_", "nodes/")) or name == "manifest.ocdbt")
-        ]
+        return [name for name in self._item_dir.keys() if not name.startswith(_OF_DATABASE)]
 
     def _check(self) -> None:
-        if self._checked:
+        if self._damage is None:
             return
-        prefix = f"{self._item_dir.below(self._step_dir)}/"
-        damage = digests.check_step_files(
-            self._step_dir, wanted=lambda name: name.startswith(prefix)
-        )
-        if damage:
-            raise damage[0]
-        self._checked = True
+        for damage in self._damage():
+            raise damage
+        self._damage = None
 
     def _store(self) -> Any:
         if self._opened is None:
@@ -112,9 +105,28 @@ def of_save(save: StoredSave) -> OrbaxValues:
     Raises:
       Damaged, ForeignDirectory: as ``check_dense``.
     """
-    beside = save.item_dir.parent / names.DENSE_ITEM
-    if save.compacted and beside.is_dir():
-        return OrbaxValues(save.item_dir.parent, beside, checked=True)
     check_dense(save)
-    checked = "step" in save.head.digests
-    return OrbaxValues(save.step_dir, save.step_dir / names.DENSE_ITEM, checked=checked)
+    if names.DENSE_ITEM in save.head.digests:
+        return OrbaxValues(save.item_dir / names.DENSE_ITEM, lambda: _damage_of_item(save))
+    covered = "step" in save.head.digests
+    if save.compacted:  # It says nothing of the step that it stands for.
+        covered = (save.step_dir / names.STEP_DIGESTS).is_file()
+    damage = (lambda: _damage_of_step(save.step_dir)) if covered else None
+    return OrbaxValues(save.step_dir / names.DENSE_ITEM, damage)
+
+
+def _damage_of_step(step_dir: Spot) -> list[Damaged]:
+    """What is wrong with the item of a step."""
+    return digests.check_step_files(step_dir, wanted=_is_dense)
+
+
+def _damage_of_item(save: StoredSave) -> list[Damaged]:
+    """What is wrong with the item in a compacted base."""
+    known = digests.read_item_digests(save.item_dir, save.head)
+    files = {name: known.digest(name) for name in known.files if _is_dense(name)}
+    return digests.check_files(save.item_dir, files, shown=save.name)
+
+
+def _is_dense(name: str) -> bool:
+    """Whether a path is of the item of the dense leaves."""
+    return name.startswith(f"{names.DENSE_ITEM}/")

@@ -502,13 +502,16 @@ def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) 
 def check_dense(save: StoredSave) -> None:
     """Checks that a step has the dense leaves that its manifest names.
 
-    A compacted base names them too: they stay in the step that it stands for.
+    A compacted base names them too. It has them itself where the step that it stands for has them
+    as blocks; else they stay in that step.
 
     Raises:
       Damaged: there are none, as where a base was copied over the step.
       ForeignDirectory: another manager committed the step, which saves them elsewhere, or not.
     """
     if not save.head.dense or save.head.dense_blocks is not None:
+        return
+    if names.DENSE_ITEM in save.head.digests:
         return
     if (save.step_dir / names.DENSE_ITEM).is_dir():
         return
