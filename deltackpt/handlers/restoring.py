@@ -428,7 +428,9 @@ class Restorer:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         split = tables.split(state, run.choice)
-        if not split.layout.dense:
+        # A delta that has Orbax's item keeps it in its step, which goes once it is compacted: the next
+        # delta has whole leaves.
+        if not split.layout.dense or not found.target.has_dense:
             return
         chain = saves.read_chain(found.target.step_dir, run.item)
         described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values

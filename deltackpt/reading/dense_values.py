@@ -115,17 +115,32 @@ def listed(save: StoredSave) -> list[BlockedValue]:
 
 
 def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
-    sources, base = [], None
-    for save in reversed(saves):
-        if save.head.dense_blocks is None:
-            base = orbax_values.of_save(save)
-            break
-        sources.append([*_sources(save)])
-    name = saves[-1].name
+    sources, base = sources_of(saves)
     if not sources:
         assert base is not None
-        return _all_of(base, wanted)
-    return values_of(sources, None if base is None else base.read, name, wanted)
+        return _all_of(orbax_values.of_save(base), wanted)
+
+    def of_base(keys: Sequence[Key]) -> Mapping[Key, memoryview]:
+        # Opened only where deltas do not complete all: it may be gone where they do.
+        assert base is not None
+        return orbax_values.of_save(base).read(keys)
+
+    return values_of(sources, None if base is None else of_base, saves[-1].name, wanted)
+
+
+def sources_of(
+    saves: Sequence[StoredSave],
+) -> tuple[list[list[PartSource]], StoredSave | None]:
+    """What the deltas of a chain hold as blocks, newest first, and the save that they go on from.
+
+    None where the oldest of the chain holds blocks too.
+    """
+    sources = []
+    for save in reversed(saves):
+        if save.head.dense_blocks is None:
+            return sources, save
+        sources.append([*_sources(save)])
+    return sources, None
 
 
 def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:

@@ -82,6 +82,15 @@ class StoredSave:
         """Whether it is a compacted base."""
         return self.item_dir != self.step_dir / self.item
 
+    @property
+    def has_dense(self) -> bool:
+        """Whether its dense leaves stand for as long as chains may go through it.
+
+        Those that a compacted base leaves to the step go with the step.
+        """
+        kept = self.head.dense_blocks is not None or names.DENSE_ITEM in self.head.digests
+        return kept or (self.info.kind == "base" and not self.compacted)
+
     def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
         """The parts with rows that are wanted, by process; all of them by default.
 
