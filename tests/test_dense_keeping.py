@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import command
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +20,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import deltackpt
+from deltackpt import inspect
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
 from deltackpt.format import names
-from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.reading import dense_values, removal
+from deltackpt.reading import dense_values, orbax_values, removal
 from deltackpt.reading import saves as stored
 from deltackpt.storage import ocdbt
-from deltackpt.upkeep import compact, fold_dense
+from deltackpt.upkeep import compact, fold_dense, verify
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb")}
 CODECS = {"params/w": "ef4", "params/v": "ef8", "nu": "int8"}
@@ -436,3 +438,164 @@ def test_a_step_that_lacks_a_value_of_its_arrays_is_not_folded(written):
     ):
         fold(root, 3)
     assert chain(root, 3)[0] == "1/embeddings"
+
+
+# Looked at.
+
+
+def assert_shown(root: Path, step: int, states: dict[int, dict]) -> None:
+    """What inspection shows of a step is what it restores to, bit for bit."""
+    found = inspect.open(root).at(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = dict(zip(_names(states[step]), restored(root, step, states[step]), strict=True))
+    del expected["emb"]
+    shown = {name: leaf for name, leaf in found.dense.items() if leaf.kind != "None"}
+    assert shown.keys() == expected.keys()
+    for name, leaf in shown.items():
+        value = leaf.value.encode() if leaf.kind == "string" else np.asarray(leaf).tobytes()
+        assert value == expected[name], name
+    assert found.dense["key"].kind == "key" and found.dense["name"].value == "a text"
+    assert found.items["dense"]["params/w"].shape == (60, 70)
+    w = np.asarray(found["params/w"])
+    assert (found["params/w"][3:5, 1] == w[3:5, 1]).all() and found["params/w"][2, 3] == w[2, 3]
+
+
+def _names(state) -> list[str]:
+    return [
+        "/".join(step.key for step in path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+
+def test_every_leaf_is_shown_as_it_restores(written):
+    root, states = written
+    for step in (1, 2, 5):
+        assert_shown(root, step, states)
+    fold(root, 4)
+    for step in (1, 2, 3):
+        shutil.rmtree(root / str(step))
+    for step in (4, 5):
+        assert_shown(root, step, states)
+
+
+def test_a_leaf_is_checked_before_it_is_shown(written):
+    root, _ = written
+    found = inspect.open(root).at(4)
+    before = np.asarray(found["params/exact"]).tobytes()
+    path = root / "3/embeddings/part.0/dense.float32.ef4/blocks.scale/c/0"
+    _damage(path, "flipped")
+    with pytest.raises(Damaged, match="3/embeddings/part.0/dense.float32"):
+        [np.asarray(leaf) for leaf in found.dense.values() if leaf.kind == "array"]
+    _damage(path, "flipped")
+    assert np.asarray(found["params/exact"]).tobytes() == before
+    item = next(path for path in (root / "1/dense/d").iterdir())
+    _damage(item, "flipped")
+    with pytest.raises(Damaged, match="1/dense/d/"):
+        np.asarray(found["frozen"])
+
+
+def test_how_a_save_holds_dense_leaves_is_told(written):
+    root, _ = written
+    ck = inspect.open(root)
+    assert ck.at(1).dense_saved == () and ck.save_of(1).dense_nbytes is None
+    saved = {leaf.name: leaf for leaf in ck.at(3).dense_saved}
+    assert saved["params/w"].codecs == ("ef4",) and saved["params/v"].codecs == ("ef8",)
+    assert saved["nu"].codecs == ("int8",) and saved["params/half"].codecs == ("sparse",)
+    assert saved["params/w"].blocks == saved["params/w"].total_blocks == 17
+    assert saved["frozen"].blocks == 0 and saved["frozen"].nbytes == 0
+    assert saved["frozen"].codecs == () and saved["frozen"].raw_bytes == 12000
+    assert 0 < saved["params/half"].blocks < saved["params/half"].total_blocks
+    assert saved["count"].codecs == ("plain",) and saved["count"].total_blocks == 0
+    assert 0.1 < saved["params/w"].nbytes / saved["params/w"].raw_bytes < 0.16
+    assert ck.save_of(3).dense_nbytes > saved["nu"].nbytes
+
+
+def test_commands_tell_how_dense_leaves_are_held(written):
+    root, _ = written
+    listed = command.run("ls", root)
+    assert listed.returncode == 0 and listed.stdout.count("dense blocks") == 4
+    shown = command.run("show", root, 3).stdout
+    assert "dense leaves in this save" in shown and "ef4" in shown
+    told = json.loads(command.run("show", root, 3, "--json").stdout)
+    assert told["dense_bytes"] > 0
+    assert {"name": "frozen", "codecs": [], "blocks": 0}.items() <= next(
+        leaf for leaf in told["dense_saved"] if leaf["name"] == "frozen"
+    ).items()
+    assert "dense leaves in this save" in inspect.open(root).at(3)._repr_html_()
+
+
+# Verified.
+
+
+def verdicts(root: Path) -> dict[int, tuple[str, ...]]:
+    """Steps to what keeps them from being restored."""
+    return {one.step: one.broken_by for one in verify.verify_root(root).steps}
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_sound_directory_verifies(written, compacted):
+    root, _ = written
+    if compacted:
+        fold(root, 4)
+        for step in (1, 2, 3):
+            shutil.rmtree(root / str(step))
+    report = verify.verify_root(root)
+    assert not report.problems and all(one.restorable for one in report.steps)
+
+
+def test_every_damaged_file_of_blocks_and_items_is_found(written):
+    root, _ = written
+    fold(root, 3)
+    files = [*(root / "4/embeddings/part.0").rglob("*"), *(root / "4").glob("embeddings/d*")]
+    files += [*(root / "compacted/3/embeddings/dense").rglob("*")]
+    chosen = [path for path in files if path.is_file() and path.stat().st_size]
+    assert len(chosen) > 20
+    for path in chosen:
+        _damage(path, "flipped")
+        found = verify.verify_root(root)
+        name = str(path.relative_to(root))
+        assert name in [problem.object_name for problem in found.problems], name
+        broken = {one.step for one in found.steps if not one.restorable}
+        # A compacted base is passed over while what it replaced stands.
+        own = name.startswith("4/") and path.name != "zarr.json"
+        assert broken == ({4, 5} if own else set()), name
+        _damage(path, "flipped")
+
+
+def test_a_damaged_item_of_a_base_breaks_the_deltas_that_go_on_from_it(written):
+    root, _ = written
+    item = next((root / "1/dense/d").iterdir())
+    _damage(item, "flipped")
+    assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
+    _damage(item, "flipped")
+    shutil.rmtree(root / "1/dense")
+    assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
+
+
+def test_a_chain_that_does_not_complete_a_value_is_told(written):
+    root, _ = written
+    with mock.patch.object(orbax_values.OrbaxValues, "read", _without("frozen/0.0")):
+        report = verify.verify_root(root)
+    assert [one.restorable for one in report.steps] == [True, False, False, False, False]
+    told = [str(problem) for problem in report.problems]
+    assert told[0].startswith(
+        "1/dense: expected 12000 bytes of frozen/0.0, from which 2/embeddings goes on, found none"
+    )
+
+
+def _without(key: str):
+    real = orbax_values.OrbaxValues.read
+    return lambda self, keys: real(self, [one for one in keys if one[1] != key])
+
+
+def test_blocks_of_an_unknown_code_are_told(written):
+    root, _ = written
+
+    def unknown(segment, name):
+        raise Damaged(name, f"a codec of {segment.name}", "['new']")
+
+    with mock.patch.object(dense_values, "_codec_of", unknown):
+        report = verify.verify_root(root, steps=[3])
+    assert not any(one.restorable for one in report.steps)
+    assert any("a codec of dense." in str(problem) for problem in report.problems)

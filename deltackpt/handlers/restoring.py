@@ -428,8 +428,7 @@ class Restorer:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         split = tables.split(state, run.choice)
-        # A delta that has Orbax's item keeps it in its step, which goes once it is compacted: the next
-        # delta has whole leaves.
+        # Orbax's item of a delta goes with its step, once that is compacted: what follows is whole.
         if not split.layout.dense or not found.target.has_dense:
             return
         chain = saves.read_chain(found.target.step_dir, run.item)

@@ -90,7 +90,10 @@ class PartSource:
 
 
 def of_step(
-    saves: Sequence[StoredSave], wanted: Callable[[str], bool] = lambda key: True
+    saves: Sequence[StoredSave],
+    wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues] = orbax_values.of_save,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -99,33 +102,39 @@ def of_step(
     Args:
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
+      item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted))
+    return read_whole(saves, functools.partial(_of_step, wanted=wanted, item_of=item_of))
 
 
 def listed(save: StoredSave) -> list[BlockedValue]:
     """The values of the dense item of a save that has them as blocks; none of another one."""
     if save.head.dense_blocks is None:
         return []
-    return [value for source in _sources(save) for value in source.record.values]
+    return [value for source in sources(save) for value in source.record.values]
 
 
-def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
-    sources, base = sources_of(saves)
-    if not sources:
+def _of_step(
+    saves: Sequence[StoredSave],
+    *,
+    wanted: Callable[[str], bool],
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues],
+) -> DenseValues:
+    found, base = sources_of(saves)
+    if not found:
         assert base is not None
-        return _all_of(orbax_values.of_save(base), wanted)
+        return _all_of(item_of(base), wanted)
 
     def of_base(keys: Sequence[Key]) -> Mapping[Key, memoryview]:
         # Opened only where deltas do not complete all: it may be gone where they do.
         assert base is not None
-        return orbax_values.of_save(base).read(keys)
+        return item_of(base).read(keys)
 
-    return values_of(sources, None if base is None else of_base, saves[-1].name, wanted)
+    return values_of(found, None if base is None else of_base, saves[-1].name, wanted)
 
 
 def sources_of(
@@ -135,12 +144,12 @@ def sources_of(
 
     None where the oldest of the chain holds blocks too.
     """
-    sources = []
+    found = []
     for save in reversed(saves):
         if save.head.dense_blocks is None:
-            return sources, save
-        sources.append([*_sources(save)])
-    return sources, None
+            return found, save
+        found.append([*sources(save)])
+    return found, None
 
 
 def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
@@ -152,7 +161,28 @@ def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> De
     )
 
 
-def _sources(save: StoredSave) -> Iterator[PartSource]:
+def check_segment(source: Source, segment: Segment) -> None:
+    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+
+    Raises:
+      Damaged: it has not, its codec is not known, or its row numbers cannot be.
+    """
+    if segment.group == PLAIN:
+        return
+    entries = {entry.name: entry for entry in segment.arrays}
+    stored = _codec_of(segment, source.name).stored(dtype_of(segment.group))
+    for suffix, array in stored.items():
+        name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
+        _entry(entries, name, array, segment, source.name)
+    rows_of(source, segment)
+
+
+def sources(save: StoredSave) -> Iterator[PartSource]:
+    """What each process wrote of the dense leaves of a save that has them as blocks.
+
+    Raises:
+      Damaged: a manifest is missing or altered, or has none.
+    """
     for part in save.parts():
         record = part.record.dense_blocks
         if record is None:
@@ -190,6 +220,32 @@ def values_of(
             for _ in pool.map(_Piece.run, pieces):
                 pass
     return filling.values()
+
+
+def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
+    """Values that some saves do not complete, and their bytes: those that a base must have.
+
+    Row numbers are read, and no codes.
+
+    Args:
+      sources: as for ``values_of``.
+      name: likewise.
+
+    Raises:
+      Damaged: something is missing or altered, or cannot be.
+    """
+
+    def nowhere(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    filling = Filling.of(sources[0], name, lambda key: True, buffer=nowhere)
+    for each in sources:
+        if filling.complete:
+            break
+        for source in each:
+            for _ in _pieces(source, filling):
+                pass
+    return filling.missing()
 
 
 def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
@@ -244,7 +300,14 @@ class Filling:
         self._name = name
 
     @classmethod
-    def of(cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool]) -> Filling:
+    def of(
+        cls,
+        newest: Sequence[Source],
+        name: str,
+        wanted: Callable[[str], bool],
+        *,
+        buffer: Callable[[tuple[int, ...], np.dtype], np.ndarray] = memory.empty_buffer,
+    ) -> Filling:
         """What the newest save says that there is, all of it missing."""
         leaves: dict[Key, _Leaf] = {}
         for source in newest:
@@ -254,9 +317,17 @@ class Filling:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
                 if value.file or wanted(value.key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
-                    data = memory.empty_buffer(shape, dtype_of(value.dtype))
+                    data = buffer(shape, dtype_of(value.dtype))
                     leaves[key] = _Leaf(key, data, value.count)
         return cls(leaves, name)
+
+    def missing(self) -> dict[Key, int]:
+        """What no save completes so far, and its bytes."""
+        return {
+            key: leaf.count * leaf.data.itemsize
+            for key, leaf in self._leaves.items()
+            if leaf.missing.any()
+        }
 
     @property
     def complete(self) -> bool:
@@ -400,7 +471,7 @@ def _pieces(source: Source, filling: Filling) -> Iterator[_Piece]:
                 done += [(leaf, slice(0, 1)) for _, _, leaf in parts]
             continue
         codec = _codec_of(segment, source.name)
-        rows = _rows_of(source, segment)
+        rows = rows_of(source, segment)
         parts = []
         for value, leaf in wanted.items():
             if value.group != segment.group or value.at is None:
@@ -441,7 +512,12 @@ def _by_chunk(
             yield _Piece(source, segment, start, stop, cut)
 
 
-def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
+def rows_of(source: Source, segment: Segment) -> blocks.Rows:
+    """Numbers of the blocks of a segment in its group, ascending.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
     total = sum(value.blocks for value in source.record.of_group(segment.group))
     if segment.ranges is not None:
         rows = blocks.rows_of(segment.ranges)

@@ -41,6 +41,11 @@ class OrbaxValues:
         self._opened: Any = None
 
     @property
+    def at(self) -> Spot:
+        """Where it is."""
+        return self._item_dir
+
+    @property
     def name(self) -> str:
         """How errors name it."""
         return self._item_dir.shown(2)

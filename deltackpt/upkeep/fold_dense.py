@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import OptionError
 from deltackpt.format import names
 from deltackpt.format.dense_blocks import BlockedValue
 from deltackpt.reading import dense_values
@@ -30,6 +30,7 @@ from deltackpt.storage import digests, files, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.ocdbt import ZARRAY, Value
+from deltackpt.upkeep.dense_chain import check_keys
 from deltackpt.upkeep.plan import Plan
 
 #: Of the bytes of a piece: decoded, and in the files that TensorStore makes of them in memory.
@@ -103,14 +104,12 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
     batch = FileBatch(attempt, fsync=True)
     pieces = [*_pieces(dense_values.listed(chain[-1]), (memory_bytes - _READ_BYTES) // _COPIES)]
     keys: set[str] = set()
-    described: dict[str, bytes] = {}
+    described: dict[str, memoryview] = {}
     for number, wanted in enumerate(pieces):
         found = dense_values.of_step(chain, wanted.__contains__)
         keys |= found.values.keys()
         described |= {
-            key.removesuffix(f"/{ZARRAY}"): bytes(value)
-            for key, value in found.values.items()
-            if key.endswith(f"/{ZARRAY}")
+            key: value for key, value in found.values.items() if key.endswith(f"/{ZARRAY}")
         }
         alone = len(pieces) == 1
         database = item if alone else ocdbt.process_directory(item, number)
@@ -118,10 +117,11 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
         if not number:
             _write_files(item, found, batch)
     # Before the merge, which checks the same: what is wrong is of the chain, not of the files here.
-    _check_keys(chain, keys, described)
+    check_keys(chain[-1].name, keys, described)
     batch.force()
     if len(pieces) > 1:
-        ocdbt.merge(item, range(len(pieces)), described)
+        arrays = [key.removesuffix(f"/{ZARRAY}") for key in described]
+        ocdbt.merge(item, range(len(pieces)), arrays)
         batch.adopt(item)
     known = batch.below(item, relative_to=attempt)
     path = attempt / _DIGESTS
@@ -145,9 +145,7 @@ def _pieces(values: Sequence[BlockedValue], most_bytes: int) -> Iterator[set[str
 
 def _values(found: DenseValues) -> list[Value]:
     """What TensorStore is given: large values as they are in memory."""
-    return [
-        Value(key, np.frombuffer(data, np.uint8)) for key, data in sorted(found.values.items())
-    ]
+    return [Value(key, np.frombuffer(data, np.uint8)) for key, data in sorted(found.values.items())]
 
 
 def _write_files(item: Path, found: DenseValues, batch: FileBatch) -> None:
@@ -155,23 +153,6 @@ def _write_files(item: Path, found: DenseValues, batch: FileBatch) -> None:
         path = item / name
         batch.make(path.parent)
         batch.write(path, bytes(data))
-
-
-def _check_keys(chain: Sequence[StoredSave], keys: set[str], described: dict[str, bytes]) -> None:
-    """Checks that the step lists the values which its arrays imply.
-
-    Raises:
-      Damaged: it does not.
-    """
-    name = chain[-1].name
-    try:
-        differing = sorted(ocdbt.implied(described) ^ keys)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise Damaged(name, "descriptions of arrays", f"{type(error).__name__}: {error}") from error
-    if differing:
-        shown = ", ".join(differing[:3])
-        expected = "the values of dense leaves that their arrays imply"
-        raise Damaged(name, expected, f"a difference in {shown}")
 
 
 def _rename(attempt: Path, folded: Path) -> None:
