@@ -23,7 +23,7 @@ import deltackpt
 from deltackpt import inspect
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
 from deltackpt.format import names
-from deltackpt.reading import dense_values, orbax_values, removal
+from deltackpt.reading import dense_values, dense_work, orbax_values, removal
 from deltackpt.reading import saves as stored
 from deltackpt.storage import ocdbt
 from deltackpt.upkeep import compact, fold_dense, verify
@@ -329,7 +329,7 @@ def test_two_attempts_at_a_part_leave_one_item(written):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import dense_values, dense_work, saves
 from deltackpt.upkeep import compact
 
 root, every = Path(sys.argv[1]), int(sys.argv[2])
@@ -595,7 +595,7 @@ def test_blocks_of_an_unknown_code_are_told(written):
     def unknown(segment, name):
         raise Damaged(name, f"a codec of {segment.name}", "['new']")
 
-    with mock.patch.object(dense_values, "_codec_of", unknown):
+    with mock.patch.object(dense_work, "codec_of", unknown):
         report = verify.verify_root(root, steps=[3])
     assert not any(one.restorable for one in report.steps)
     assert any("a codec of dense." in str(problem) for problem in report.problems)

@@ -40,14 +40,21 @@ Key = tuple[bool, str]
 class OrbaxValues:
     """Values and files of an item."""
 
-    def __init__(self, item_dir: Spot, expected: Callable[[], Mapping[str, Digest]] | None):
+    def __init__(
+        self,
+        item_dir: Spot,
+        expected: Callable[[], Mapping[str, Digest]] | None,
+        name: str | None = None,
+    ):
         """Reads nothing yet.
 
         Args:
           item_dir: of the item.
           expected: digests of its files, by their paths below it; None where nothing covers them.
+          name: how errors name it; the last components of where it is by default.
         """
         self._item_dir = item_dir
+        self.name = item_dir.shown(2) if name is None else name
         self._read_digests = expected
         self._sound: set[str] = set()
 
@@ -55,11 +62,6 @@ class OrbaxValues:
     def at(self) -> Spot:
         """Where it is."""
         return self._item_dir
-
-    @property
-    def name(self) -> str:
-        """How errors name it."""
-        return self._item_dir.shown(2)
 
     def keys(self) -> list[Key]:
         """All keys of the database, and the files beside it."""
@@ -260,12 +262,14 @@ def of_save(save: StoredSave) -> OrbaxValues:
     check_dense(save)
     if names.DENSE_ITEM in save.head.digests:
         expected = functools.partial(_digests_in_item, save)
-        return OrbaxValues(save.item_dir / names.DENSE_ITEM, expected)
+        name = f"{save.name}/{names.DENSE_ITEM}"
+        return OrbaxValues(save.item_dir / names.DENSE_ITEM, expected, name)
     covered = "step" in save.head.digests
     if save.compacted:  # It says nothing of the step that it stands for.
         covered = (save.step_dir / names.STEP_DIGESTS).is_file()
     expected = functools.partial(_digests_of, save.step_dir) if covered else None
-    return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)
+    name = f"{save.step_dir.name}/{names.DENSE_ITEM}"
+    return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected, name)
 
 
 def _digests_of(step_dir: Spot) -> Mapping[str, Digest]:

@@ -83,7 +83,8 @@ class DenseChain(NamedTuple):
             shown = ", ".join(key for _, key in list(self.missing)[:3])
             raise Damaged(self.name, f"dense leaves down to a base: {shown}", "none")
         # Its files were checked, or will be.
-        return OrbaxValues(orbax_values.of_save(self.base).at, None)
+        found = orbax_values.of_save(self.base)
+        return OrbaxValues(found.at, None, found.name)
 
     def _check_lengths(self, item: OrbaxValues, lengths: Lengths) -> None:
         where = str(item.at)
