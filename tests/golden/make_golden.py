@@ -362,23 +362,24 @@ COMPACTED = 20
 
 
 def dense_state_at(step: int) -> dict:
-    """A state whose exact leaves change so that each lossless codec is the smallest of one."""
+    """A state whose exact leaves change so that each lossless codec is taken for one of them."""
     later = STEPS.index(step)
     waves = np.sin(np.arange(1100, dtype=np.float64) / 9)
     powers = 10.0 ** (np.arange(1100) % 7 - 9.0)
     scattered = (np.arange(2600) % 97 / 16).astype(ml_dtypes.bfloat16)
     scattered[later::300] += np.array(later, ml_dtypes.bfloat16)
-    near = np.arange(1100, dtype=np.uint32) * 2654435761 % (1 << 28) + (1 << 29)
+    near = (np.arange(2100) * 40503 % 8192 + 15000).astype(np.uint16) ^ np.uint16(later)
     mixed = np.arange(1, 5001, dtype=np.uint64) * (2654435761 + 2 * later)
     lossy = (waves + np.cos(np.arange(1100.0)) * 1e-3 * later).astype(np.float32)
     moments = (powers * (1 + waves**2 * 0.01 * later)).astype(np.float32)
     moments[::100] = 0
     return {
-        "tables": {"users": jnp.arange(12.0).reshape(6, 2) + later},
+        "tables": {"users": jnp.arange(120.0).reshape(60, 2).at[1 : later + 1].add(0.5)},
         "dense": {
             "sparse": jnp.asarray(scattered),
-            "xor": jnp.asarray((near ^ np.uint32(later)).view(np.float32)),
-            "planes": jnp.asarray((1.5 + mixed[:1100] % 4093 / 16384).astype(np.float32)),
+            "xor": jnp.asarray(near.view(ml_dtypes.bfloat16)),
+            # Of another shape than the parent's, which is no reference then.
+            "planes": jnp.asarray(near[: 2050 + later].view(ml_dtypes.bfloat16)),
             "raw": jnp.asarray((mixed >> 13).astype(np.uint8)),
             "frozen": jnp.asarray(waves[::-1].astype(np.float32)),
             **{name: jnp.asarray(lossy) for name in ("ef8", "ef4", "int8")},
@@ -393,14 +394,17 @@ def dense_state_at(step: int) -> dict:
 def write_dense(root: Path) -> None:
     """Writes a base, deltas with dense leaves as blocks, and a compacted base among them."""
     dense = deltackpt.Dense(deltas="own", codec=DENSE_CODECS)
-    options = deltackpt.ManagerOptions(dense=dense)
+    policy = deltackpt.Consecutive(max_restore_ratio=100)
+    deltas = deltackpt.DeltaOptions(policy=policy)
+    options = deltackpt.ManagerOptions(dense=dense, deltas=deltas)
     touched = deltackpt.touched.init({"tables/users": dense_state_at(10)["tables"]["users"]})
     tables = {"embeddings": deltackpt.Tables(select="tables/*")}
     found = {}
     with deltackpt.CheckpointManager(root, handlers=tables, options=options) as manager:
         for step in STEPS:
             if step != STEPS[0]:
-                touched = deltackpt.touched.mark(touched, {"users": jnp.arange(6)})
+                row = jnp.array([STEPS.index(step)])
+                touched = deltackpt.touched.mark(touched, {"users": row})
             manager.save(step, dense_state_at(step), touched=touched)
             manager.wait()
             found[str(step)] = digests(manager.restore(step, dense_state_at(step)).state)
