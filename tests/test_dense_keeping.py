@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import servers
 
 import deltackpt
 from deltackpt import inspect, interchange
@@ -714,3 +715,21 @@ def test_a_copy_of_a_chain_restores_from_its_new_place(written, compacted, tmp_p
     assert done.steps == (5,)
     assert restored(tmp_path / "copy", 5, states[5]) == before
     assert not verify.verify_root(tmp_path / "copy").problems
+
+
+@pytest.mark.processes
+def test_a_chain_in_a_bucket_is_folded_shown_and_verified(written, tmp_path):
+    root, states = written
+    before = restored(root, 5, states[5])
+    with servers.s3(tmp_path / "server") as server, servers.environment_of(server):
+        url, endpoint = server.bucket("bucket") + "/run", server.endpoint
+        copying.copy(root, url, all_steps=True, endpoint=endpoint)
+        assert compact.compact(url, step=3, endpoint=endpoint).deltas == 2
+        assert compact.compact(url, step=5, endpoint=endpoint).deltas == 2, "from a compacted base"
+        report = verify.verify_root(url, endpoint=endpoint)
+        assert not report.problems and all(one.restorable for one in report.steps)
+        shown = inspect.open(url, endpoint=endpoint).at(4)
+        assert np.asarray(shown["params/w"]).tobytes() in restored(root, 4, states[4])
+        copying.copy(url, tmp_path / "back", endpoint=endpoint)
+    assert (tmp_path / "back/compacted/5/embeddings/dense").is_dir()
+    assert restored(tmp_path / "back", 5, states[5]) == before
