@@ -18,15 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import servers
 
 import deltackpt
-from deltackpt import inspect
+from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
 from deltackpt.format import names
 from deltackpt.reading import dense_values, dense_work, orbax_values, removal
 from deltackpt.reading import saves as stored
 from deltackpt.storage import ocdbt
-from deltackpt.upkeep import compact, fold_dense, verify
+from deltackpt.tiers import copy as copying
+from deltackpt.upkeep import collect, compact, doctor, estimate, fold_dense, verify
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb")}
 CODECS = {"params/w": "ef4", "params/v": "ef8", "nu": "int8"}
@@ -329,7 +331,7 @@ def test_two_attempts_at_a_part_leave_one_item(written):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from deltackpt.reading import dense_values, dense_work, saves
+from deltackpt.reading import dense_values, saves
 from deltackpt.upkeep import compact
 
 root, every = Path(sys.argv[1]), int(sys.argv[2])
@@ -575,7 +577,7 @@ def test_a_damaged_item_of_a_base_breaks_the_deltas_that_go_on_from_it(written):
 
 def test_a_chain_that_does_not_complete_a_value_is_told(written):
     root, _ = written
-    with mock.patch.object(orbax_values.OrbaxValues, "read", _without("frozen/0.0")):
+    with _without("frozen/0.0"):
         report = verify.verify_root(root)
     assert [one.restorable for one in report.steps] == [True, False, False, False, False]
     told = [str(problem) for problem in report.problems]
@@ -585,8 +587,13 @@ def test_a_chain_that_does_not_complete_a_value_is_told(written):
 
 
 def _without(key: str):
-    real = orbax_values.OrbaxValues.read
-    return lambda self, keys: real(self, [one for one in keys if one[1] != key])
+    """Items of bases lack a value meanwhile."""
+    real = orbax_values.OrbaxValues.nbytes
+
+    def nbytes(self, one):
+        return None if one[1] == key else real(self, one)
+
+    return mock.patch.object(orbax_values.OrbaxValues, "nbytes", nbytes)
 
 
 def test_blocks_of_an_unknown_code_are_told(written):
@@ -599,3 +606,130 @@ def test_blocks_of_an_unknown_code_are_told(written):
         report = verify.verify_root(root, steps=[3])
     assert not any(one.restorable for one in report.steps)
     assert any("a codec of dense." in str(problem) for problem in report.problems)
+
+
+def test_doctor_looks_at_what_dense_leaves_go_on_from(written):
+    root, _ = written
+
+    def told() -> tuple[str, str]:
+        [found] = [one for one in doctor.examine(root, read_only=True) if "dense" in one.subject]
+        return found.severity, found.found
+
+    severity, found = told()
+    assert severity == "ok" and "blocks of 4 deltas" in found and "from 1/embeddings" in found
+    with _without("frozen/0.0"):
+        assert told()[0] == "problem" and "frozen/0.0" in told()[1]
+    shutil.move(root / "1/dense", root.with_name("aside"))
+    assert told()[0] == "problem" and "1/dense" in told()[1]
+    shutil.move(root.with_name("aside"), root / "1/dense")
+    fold(root, 4)
+    for step in (1, 2, 3):
+        shutil.rmtree(root / str(step))
+    assert told()[0] == "ok" and "from compacted/4/embeddings" in told()[1]
+    shutil.rmtree(root / "5")
+    assert [one for one in doctor.examine(root, read_only=True) if "dense" in one.subject]
+
+
+def test_an_estimate_counts_blocks_and_the_item_that_they_go_on_from(written):
+    root, _ = written
+    files = [
+        *(path for path in (root / "1/dense").rglob("*") if path.is_file()),
+        *(
+            path
+            for step in (2, 3)
+            for path in (root / f"{step}/embeddings/part.0").glob("dense*/**/c/**/*")
+        ),
+    ]
+    beside = [path for path in (root / "3").iterdir() if path.is_file()]
+    expected = sum(path.stat().st_size for path in (*files, *beside) if path.is_file())
+    found = estimate.restore_plan(root, 3)
+    assert found.dense_bytes == expected
+    tables = 50 * 8 * 4
+    assert found.memory_bytes == tables and found.folded_bytes > tables + 60_000
+    fold(root, 3)
+    item = root / "compacted/3/embeddings/dense"
+    folded = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
+    expected = folded + sum(path.stat().st_size for path in beside)
+    assert estimate.restore_plan(root, 3).dense_bytes == expected
+    assert "dense leaves:" in command.run("plan", root, 3).stdout
+
+
+def test_collection_removes_what_a_compacted_base_replaces_and_no_more(written):
+    root, states = written
+    fold(root, 4)
+    before = {step: restored(root, step, states[step]) for step in (4, 5)}
+    kept = collect.Retention(keep_last=1)
+    done = collect.collect(root, retention=kept, offline=True)
+    assert {one.name for one in done.removable} >= {"1", "2", "3"}
+    assert restored(root, 5, states[5]) == before[5]
+    assert not verify.verify_root(root).problems
+
+
+def test_collection_keeps_all_where_the_chain_that_stays_lacks_its_item(written):
+    root, _ = written
+    _damage(next((root / "1/dense/d").iterdir()), "flipped")
+    found = collect.collectable(root, retention=collect.Retention(keep_last=1))
+    assert not [one for one in found.removable if one.kind == "step"]
+
+
+# Elsewhere.
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_stock_orbax_reads_an_export(written, compacted, tmp_path):
+    root, states = written
+    before = restored(root, 4)
+    if compacted:
+        fold(root, 4)
+    done = interchange.export_orbax(root, 4, tmp_path / "export")
+    assert done.step == 4 and not done.changed
+    state = by_orbax(tmp_path / "export/4/default")
+    expected = inspect.open(root).at(4)
+    for name in ("w", "v", "exact", "half", "bias"):
+        assert state["params"][name].tobytes() == np.asarray(expected[f"params/{name}"]).tobytes()
+    assert state["frozen"].tobytes() == np.asarray(states[4]["frozen"]).tobytes()
+    assert state["name"] == "a text" and int(state["count"]) == int(states[4]["count"])
+    assert jax.tree.leaves(before)
+
+
+def test_tensors_of_dense_leaves_are_exported(written, tmp_path):
+    root, _ = written
+    interchange.export_safetensors(root, 3, tmp_path / "out")
+    from safetensors.numpy import load_file
+
+    tensors = {}
+    for path in (tmp_path / "out").rglob("*.safetensors"):
+        tensors |= load_file(path)
+    assert (
+        tensors["params/w"].tobytes() == np.asarray(inspect.open(root).at(3)["params/w"]).tobytes()
+    )
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_copy_of_a_chain_restores_from_its_new_place(written, compacted, tmp_path):
+    root, states = written
+    before = restored(root, 5, states[5])
+    if compacted:
+        fold(root, 3)
+    done = copying.copy(root, tmp_path / "copy")
+    assert done.steps == (5,)
+    assert restored(tmp_path / "copy", 5, states[5]) == before
+    assert not verify.verify_root(tmp_path / "copy").problems
+
+
+@pytest.mark.processes
+def test_a_chain_in_a_bucket_is_folded_shown_and_verified(written, tmp_path):
+    root, states = written
+    before = restored(root, 5, states[5])
+    with servers.s3(tmp_path / "server") as server, servers.environment_of(server):
+        url, endpoint = server.bucket("bucket") + "/run", server.endpoint
+        copying.copy(root, url, all_steps=True, endpoint=endpoint)
+        assert compact.compact(url, step=3, endpoint=endpoint).deltas == 2
+        assert compact.compact(url, step=5, endpoint=endpoint).deltas == 2, "from a compacted base"
+        report = verify.verify_root(url, endpoint=endpoint)
+        assert not report.problems and all(one.restorable for one in report.steps)
+        shown = inspect.open(url, endpoint=endpoint).at(4)
+        assert np.asarray(shown["params/w"]).tobytes() in restored(root, 4, states[4])
+        copying.copy(url, tmp_path / "back", endpoint=endpoint)
+    assert (tmp_path / "back/compacted/5/embeddings/dense").is_dir()
+    assert restored(tmp_path / "back", 5, states[5]) == before

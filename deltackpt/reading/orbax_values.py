@@ -38,7 +38,11 @@ Key = tuple[bool, str]
 
 
 class OrbaxValues:
-    """Values and files of an item."""
+    """Values and files of an item.
+
+    Attributes:
+      name: how errors name it.
+    """
 
     def __init__(
         self,
@@ -51,10 +55,10 @@ class OrbaxValues:
         Args:
           item_dir: of the item.
           expected: digests of its files, by their paths below it; None where nothing covers them.
-          name: how errors name it; the last components of where it is by default.
+          name: how errors name it; that of the step and its own by default.
         """
-        self._item_dir = item_dir
         self.name = item_dir.shown(2) if name is None else name
+        self._item_dir = item_dir
         self._read_digests = expected
         self._sound: set[str] = set()
 
@@ -67,6 +71,14 @@ class OrbaxValues:
         """All keys of the database, and the files beside it."""
         values = self._index.values
         return [*((True, name) for name in self._files), *((False, key) for key in values)]
+
+    def nbytes(self, key: Key) -> int | None:
+        """Bytes of a value, as the database or the folder has it; None where there is none."""
+        file, name = key
+        if file:
+            return (self._item_dir / name).length() if name in self._files else None
+        found = self._index.values.get(name)
+        return None if found is None else found.nbytes
 
     def read(self, keys: Collection[Key]) -> dict[Key, memoryview]:
         """The values of some keys, in memory of their own; those that there are.
@@ -261,30 +273,29 @@ def of_save(save: StoredSave) -> OrbaxValues:
     """
     check_dense(save)
     if names.DENSE_ITEM in save.head.digests:
-        expected = functools.partial(_digests_in_item, save)
-        name = f"{save.name}/{names.DENSE_ITEM}"
-        return OrbaxValues(save.item_dir / names.DENSE_ITEM, expected, name)
+        expected = functools.partial(_digests_in, save)
+        at = save.item_dir / names.DENSE_ITEM
+        return OrbaxValues(at, expected, f"{save.name}/{names.DENSE_ITEM}")
     covered = "step" in save.head.digests
     if save.compacted:  # It says nothing of the step that it stands for.
         covered = (save.step_dir / names.STEP_DIGESTS).is_file()
     expected = functools.partial(_digests_of, save.step_dir) if covered else None
-    name = f"{save.step_dir.name}/{names.DENSE_ITEM}"
-    return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected, name)
+    return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)
 
 
 def _digests_of(step_dir: Spot) -> Mapping[str, Digest]:
     """Digests of the item's files in a step."""
-    found = digests.of_step(lambda name: (step_dir / name).read(), step_dir.name)
-    return _of_item(found)
+    return _of_item(digests.of_step(lambda name: (step_dir / name).read(), step_dir.name))
 
 
-def _digests_in_item(save: StoredSave) -> Mapping[str, Digest]:
+def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
     """Digests of the item's files in a compacted base."""
     known = digests.read_item_digests(save.item_dir, save.head)
     return _of_item({name: known.digest(name) for name in known.files})
 
 
-def _of_item(found: Mapping[str, Digest]) -> Mapping[str, Digest]:
+def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:
+    """Those of the item, by their paths below it."""
     prefix = f"{names.DENSE_ITEM}/"
     return {
         name.removeprefix(prefix): digest

@@ -540,7 +540,7 @@ class _Plan:
         return False
 
     def _goes_on_from_items(self, step: int) -> bool:
-        """Whether the dense leaves of a step need those of the saves of its chain."""
+        """Whether the dense leaves of a step need those of saves that its chain goes through."""
         try:
             found = saves.read_save(self._at / str(step), self._item)
         except (RestoreError, StorageError):

@@ -48,8 +48,9 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
-from deltackpt.reading import inventory, saves
+from deltackpt.reading import dense_values, inventory, saves
 from deltackpt.reading.meter import Meter, Progress
+from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
 from deltackpt.storage.store import spot
@@ -194,13 +195,31 @@ def _compact_in_bucket(
             held = at.store
             assert isinstance(held, Committed)
             for save in found:
-                target = folder / save.item_dir.key
-                target.mkdir(parents=True)
-                held.fetch(save.item_dir.key, target)
+                _fetch(held, save.item_dir.key, folder)
+            _, base = dense_values.sources_of(found)
+            if found[-1].head.dense_blocks is not None and base is not None:
+                _fetch_item(held, base, folder)
         done = fold_chain(folder, step=step)
         if done is not None:
             _put_base(Journal(opened.journal.root), folder, Unit(step, item))
         return done
+
+
+def _fetch(held: Committed, key: str, folder: Path) -> None:
+    target = folder / key
+    target.mkdir(parents=True)
+    held.fetch(key, target)
+
+
+def _fetch_item(held: Committed, base: StoredSave, folder: Path) -> None:
+    """Fetches the dense leaves that deltas go on from, and the digests of the step."""
+    if base.compacted:
+        return  # They came with it.
+    step = base.step_dir.key
+    _fetch(held, f"{step}/{names.DENSE_ITEM}", folder)
+    for name in base.step_dir.keys():
+        if name == names.STEP_DIGESTS or names.step_digests_process(name) is not None:
+            (folder / step / name).write_bytes(held.get(f"{step}/{name}"))
 
 
 def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:

@@ -7,23 +7,17 @@ the place of its own, or a delta that was taken against what nobody has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged
-from deltackpt.format import names
 from deltackpt.reading import dense_values, orbax_values
-from deltackpt.reading.dense_values import Key, PartSource
+from deltackpt.reading.dense_values import PartSource
+from deltackpt.reading.dense_work import Key
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
-
-#: Values of an item that are read at a time to learn how long they are.
-_READ_BYTES = 64 << 20
-
-#: Where an item is, and a key of it, to the bytes of the value.
-Lengths = dict[tuple[str, Key], int]
 
 
 class DenseChain(NamedTuple):
@@ -53,23 +47,18 @@ class DenseChain(NamedTuple):
         missing = dense_values.missing(sources, name) if sources else {}
         return cls(name, sources, base, missing)
 
-    def check(self, lengths: Lengths) -> None:
+    def check(self) -> None:
         """Checks that the base has what is missing, and that the step has all that it describes.
 
-        Args:
-          lengths: what is known of items whose files are as their digests say; more is added.
+        The files of the base are taken to be as its digests say.
 
         Raises:
           Damaged: it has not; the item of the base is named, or the step.
         """
         if not self.sources:
             return
-        item = None
-        if self.missing:
-            item = self._item()
-            self._check_lengths(item, lengths)
-        opened = None if item is None else (lambda: item)
-        found = dense_values.values_of(self.sources, opened, self.name, _describes)
+        item = self._item() if self.missing else None
+        found = dense_values.values_of(self.sources, item, self.name, _describes)
         keys = {
             value.key
             for source in self.sources[0]
@@ -79,30 +68,17 @@ class DenseChain(NamedTuple):
         check_keys(self.name, keys, found.values)
 
     def _item(self) -> OrbaxValues:
+        """The item of the base, which has what is missing."""
         if self.base is None:
             shown = ", ".join(key for _, key in list(self.missing)[:3])
             raise Damaged(self.name, f"dense leaves down to a base: {shown}", "none")
-        # Its files were checked, or will be.
-        found = orbax_values.of_save(self.base)
-        return OrbaxValues(found.at, None, found.name)
-
-    def _check_lengths(self, item: OrbaxValues, lengths: Lengths) -> None:
-        where = str(item.at)
-        unknown = {key: size for key, size in self.missing.items() if (where, key) not in lengths}
-        for keys in _in_pieces(unknown):
-            found = item.read(keys)
-            lengths |= {(where, key): value.nbytes for key, value in found.items()}
+        known = orbax_values.of_save(self.base)
+        item = OrbaxValues(known.at, None, known.name)
         for key, nbytes in self.missing.items():
-            if (found := lengths.get((where, key))) != nbytes:
+            if (found := item.nbytes(key)) != nbytes:
                 expected = f"{nbytes} bytes of {key[1]}, from which {self.name} goes on"
-                raise Damaged(self._item_name, expected, "none" if found is None else f"{found}")
-
-    @property
-    def _item_name(self) -> str:
-        """How errors name the item of the base."""
-        assert self.base is not None
-        holder = self.base.name if self.base.compacted else self.base.step_dir.name
-        return f"{holder}/{names.DENSE_ITEM}"
+                raise Damaged(item.name, expected, "none" if found is None else f"{found}")
+        return item
 
 
 def check_keys(name: str, keys: Iterable[str], values: Mapping[str, memoryview]) -> None:
@@ -132,15 +108,3 @@ def check_keys(name: str, keys: Iterable[str], values: Mapping[str, memoryview])
 
 def _describes(key: str) -> bool:
     return key.endswith(f"/{ZARRAY}")
-
-
-def _in_pieces(sizes: Mapping[Key, int]) -> Iterator[list[Key]]:
-    piece, nbytes = list[Key](), 0
-    for key, size in sizes.items():
-        if piece and nbytes + size > _READ_BYTES:
-            yield piece
-            piece, nbytes = list[Key](), 0
-        piece.append(key)
-        nbytes += size
-    if piece:
-        yield piece

@@ -41,7 +41,7 @@ from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, Stamp
-from deltackpt.upkeep.dense_chain import DenseChain, Lengths
+from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.structure import structure_problems
 from deltackpt.upkeep.verdicts import (
     LogReport,
@@ -161,7 +161,6 @@ class _Audit:
         self._item = item
         self._steps = steps
         self._found: dict[str, tuple[_Save, SaveReport, SaveInfo | None]] = {}
-        self._lengths: Lengths = {}
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
@@ -415,7 +414,7 @@ class _Audit:
                 name = found.base.step_dir.name
                 if self._has_damaged_item(name) and not found.base.compacted:
                     return [name]
-            found.check(self._lengths)
+            found.check()
         except (Damaged, ForeignDirectory) as error:
             self._add(step, error)
             return [str(step)]
