@@ -24,7 +24,7 @@ from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import stored_dtype
 
 #: Blocks that are decoded at once stay in the cache.
-_PIECE_BLOCKS = 1024
+_PIECE_BLOCKS = 512
 
 
 def bits_dtype(dtype: np.dtype) -> np.dtype:
@@ -171,8 +171,11 @@ class Difference:
             found = change[: len(out[part])]
             self.code.decode({name: array[part] for name, array in arrays.items()}, found)
             # The same number whether the product and the sum are fused or not.
-            np.add(reference[part].astype(np.float32, copy=False), found, out=found)
-            np.copyto(out[part], found, casting="unsafe")
+            if out.dtype == np.float32:
+                np.add(reference[part], found, out=out[part])
+            else:
+                found += reference[part].astype(np.float32)
+                np.copyto(out[part], found, casting="unsafe")
 
 
 @dataclasses.dataclass(frozen=True)
