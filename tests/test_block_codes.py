@@ -288,6 +288,23 @@ def test_subnormal_references_stay_where_nothing_is_added(name, pool):
     assert np.array_equal(bits(leaf.decoded)[0, 1:], bits(before)[0, 1:])
 
 
+@pytest.mark.parametrize("name", DIFFERENCES)
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1 << 32), power=st.integers(-126, 0), least=st.integers(-80, 0))
+def test_no_sum_is_subnormal_where_the_reference_is_not(name, seed, power, least, pool):
+    rng = np.random.default_rng(seed)
+    before = (rng.normal(size=(2, BLOCK)) * 2.0**power).astype(np.float32)
+    before[np.abs(before) < 2.0**-126] = 0
+    # Numbers that vanish, beside one that sets the scale.
+    now = (before * np.float32(2.0**-30)).astype(np.float32)
+    now[:, 0] = before[:, 0] + np.float32(2.0**least)
+    leaf = encode(now, before, name, pool)
+    coded = [piece for piece in leaf.pieces if piece.codec == name]
+    for piece in coded:
+        found = np.abs(leaf.decoded[piece.blocks])
+        assert ((found == 0) | (found >= 2.0**-126)).all()
+
+
 # Logarithms.
 
 

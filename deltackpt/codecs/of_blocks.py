@@ -7,6 +7,9 @@ others need none, and a reader begins with the newest of them.
 
 Decode arithmetic is normative: in float32 a product that has no rounding error (a code of at most 8
 bits, a scale of at most 11), then one sum, rounded once; fused or not, it is the same number.
+Subnormal numbers are those of IEEE 754. A sum is one only where the reference is one and the code
+is 0: scales are so large that a sum which nearly cancels is 0, or far above. Compilers that take
+subnormal numbers for 0, as XLA does on the CPU, must leave blocks alone that hold one.
 """
 
 from __future__ import annotations
