@@ -7,6 +7,9 @@ others need none, and a reader begins with the newest of them.
 
 Decode arithmetic is normative: in float32 a product that has no rounding error (a code of at most 8
 bits, a scale of at most 11), then one sum, rounded once; fused or not, it is the same number.
+Subnormal numbers are those of IEEE 754. A sum is one only where the reference is one and the code
+is 0: scales are so large that a sum which nearly cancels is 0, or far above. Compilers that take
+subnormal numbers for 0, as XLA does on the CPU, must leave blocks alone that hold one.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import stored_dtype
 
 #: Blocks that are decoded at once stay in the cache.
-_PIECE_BLOCKS = 1024
+_PIECE_BLOCKS = 512
 
 
 def bits_dtype(dtype: np.dtype) -> np.dtype:
@@ -171,8 +174,11 @@ class Difference:
             found = change[: len(out[part])]
             self.code.decode({name: array[part] for name, array in arrays.items()}, found)
             # The same number whether the product and the sum are fused or not.
-            np.add(reference[part].astype(np.float32, copy=False), found, out=found)
-            np.copyto(out[part], found, casting="unsafe")
+            if out.dtype == np.float32:
+                np.add(reference[part], found, out=out[part])
+            else:
+                found += reference[part].astype(np.float32)
+                np.copyto(out[part], found, casting="unsafe")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,7 @@ def _difference(now: np.ndarray, before: np.ndarray) -> tuple[dict[str, np.ndarr
     codes = moved.astype(np.uint8)
     if some:
         codes[zero] = 0
-    return {"": packing.pack_halves(codes), "step": step.astype(np.uint8)}, held
+    return {"": packing.pack(codes), "step": step.astype(np.uint8)}, held
 
 
 def _held(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
