@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
-from deltackpt.format.soundness import MOST, check_segment, require
+from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 #: Numbers of a block: what shares a scale.
 BLOCK = 256
@@ -132,6 +132,9 @@ def check(record: DenseBlocks) -> None:
         place = f"values.{value.key}"
         require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
         keys.add((value.file, value.key))
+        if value.file:
+            inside = all(map(is_name, value.key.split("/")))
+            require(inside, "a path in the item", value.key, f"{place}.key")
         require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
         require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
         if value.plain:
@@ -141,8 +144,11 @@ def check(record: DenseBlocks) -> None:
         expected = ends.get(value.group, 0)
         require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
         ends[value.group] = expected + value.blocks
+    names: set[str] = set()
     for segment in record.segments:
         check_segment(segment)
+        require(segment.name not in names, "one segment of a name", segment.name, "segments")
+        names.add(segment.name)
         require(
             segment.group == PLAIN or segment.group in ends,
             "a group of its values",

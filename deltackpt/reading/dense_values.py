@@ -369,6 +369,7 @@ def _pieces(source: Source, filling: Filling) -> Iterator[_Piece]:
         if (leaf := filling.leaf(value, source.name)) is not None
     }
     done: list[tuple[_Leaf, np.ndarray | slice]] = []
+    taken = {leaf: np.zeros(len(leaf.missing), bool) for leaf in wanted.values()}
     for segment in source.record.segments:
         if segment.group == PLAIN:
             parts = [
@@ -391,12 +392,14 @@ def _pieces(source: Source, filling: Filling) -> Iterator[_Piece]:
                 continue
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
             numbers = np.asarray(rows[at]) - value.at
+            if taken[leaf][numbers].any():
+                raise Damaged(source.name, f"each block of {value.key} once", "some twice")
+            taken[leaf][numbers] = True
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
                 if not codec.relative:
                     done.append((leaf, numbers))
         yield from _by_chunk(source, segment, codec, parts)
-    # Segments of one save hold different blocks.
     for leaf, numbers in done:
         leaf.missing[numbers] = False
 
@@ -413,7 +416,8 @@ def _by_chunk(
     if any(array.ragged for array in stored.values()):
         yield _Piece(source, segment, 0, segment.count, parts)
         return
-    chunk_rows = max(1, min(entry.chunk_rows for entry in segment.arrays if entry.name == BLOCKS))
+    sizes = [entry.chunk_rows for entry in segment.arrays if entry.name == BLOCKS]
+    chunk_rows = max(1, min(sizes, default=segment.count))
     for start in range(0, segment.count, chunk_rows):
         stop = min(segment.count, start + chunk_rows)
         cut = []
