@@ -139,6 +139,7 @@ def check(record: DenseBlocks) -> None:
         require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
         if value.plain:
             require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
+            require((value.at or 0) >= 0, "0 or more", value.at, f"{place}.at")
             continue
         require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
         expected = ends.get(value.group, 0)
@@ -156,6 +157,10 @@ def check(record: DenseBlocks) -> None:
             f"segments.{segment.name}.group",
         )
         total = plain_bytes(record) if segment.group == PLAIN else ends[segment.group]
+        if segment.group == PLAIN:
+            shapes = [(entry.dtype, entry.shape) for entry in segment.arrays]
+            expected = [("uint8", (segment.count,))]
+            require(shapes == expected, f"{expected}", shapes, f"segments.{segment.name}.arrays")
         if segment.ranges:
             last = segment.ranges[-1][1]
             require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")

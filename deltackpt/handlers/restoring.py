@@ -434,9 +434,7 @@ class Restorer:
         try:
             chain = saves.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
-            described = dense_values.of_step(
-                chain, lambda key: key.endswith(f"/{ZARRAY}"), verified=False
-            ).values
+            described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
         except (RestoreError, StorageError):
             # Damaged or removed since it was restored: the next delta holds whole leaves.
             return
