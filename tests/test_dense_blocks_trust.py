@@ -9,25 +9,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import dense_states
 import faults
 import jax
 import many_worker
 import model
-import numpy as np
 import pytest
 from dense_states import LOSSY, Encoded, Loop, opened, own, stored
 from many import Job, Server
 from test_hostile_records import MANIFEST, MOST_BYTES, at, body_of, change, read_all
-from test_processes import started, step_numbers
 from test_processes import saved as saved_by
+from test_processes import started, step_numbers
 
 import deltackpt
-from deltackpt.errors import Damaged, DeltackptError, SaveFailed
-from deltackpt.format import manifest
-from deltackpt.reading import dense_values, removal, saves
+from deltackpt.errors import DeltackptError, SaveFailed
+from deltackpt.reading import removal
 from deltackpt.storage import writer
 from deltackpt.upkeep import verify
 
@@ -340,9 +337,7 @@ def server() -> Iterator[Server]:
 def test_processes_go_on_with_as_many_as_there_are(server, tmp_path, before, after):
     root, known = tmp_path / "root", many_worker.Model(kernel=[256, 64])
     for count, first in ((before, 0), (after, 3)):
-        with Job(
-            server, tmp_path / f"jobs{count}", processes=count, devices=1, model=known
-        ) as job:
+        with Job(server, tmp_path / f"jobs{count}", processes=count, devices=1, model=known) as job:
             started(job, root, {"mesh": [count, 1], "layout": "cut"}, dense="own")
             if first:
                 place = {"mesh": [count, 1], "layout": "cut"}

@@ -255,7 +255,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         for value, leaf in of_group:
             assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            numbers = np.asarray(rows[at]) - value.at
+            numbers = np.asarray(rows[at], np.int64) - value.at
             if taken[leaf][numbers].any():
                 raise Damaged(source.name, f"each block of {value.key} once", "some twice")
             taken[leaf][numbers] = True

@@ -68,7 +68,7 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
         name = names.manifest_name(part.process)
         if record.process != part.process:
             yield name, f"the part of process {part.process}", f"that of {record.process}"
-        if part.nbytes != (own := _own_bytes(record)):
+        if part.nbytes != (own := record.own_nbytes):
             yield name, f"{part.nbytes} bytes of arrays as the index says", f"{own}"
         if part.covers != record.covers:
             yield name, "the covers that the index says", "others"
@@ -79,10 +79,6 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
             if found != wanted:
                 name = names.manifest_name(0)
                 yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
-
-
-def _own_bytes(record: Manifest) -> int:
-    return sum(entry.nbytes for segment in record.segments for entry in segment.arrays)
 
 
 def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
