@@ -448,7 +448,9 @@ class DenseKeeper:
         except BaseException:
             self.references.done_with(value.data for value in values)
             raise
-        return TakenDense(values, plan, self)
+        taken = TakenDense(values, plan, self)
+        self.references.copied(taken.nbytes)
+        return taken
 
     def adopt(
         self,
