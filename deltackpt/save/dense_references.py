@@ -167,11 +167,8 @@ class References:
         """Gives copies back that no save left."""
         with self._lock:
             held = {id(data) for left in self._kept.values() for data in left.data.values()}
-            free = [
-                self._lent.pop(at)
-                for at in {id(data) for data in copies} - held
-                if at in self._lent
-            ]
+            done = ({id(data) for data in copies} - held) & self._lent.keys()
+            free = [self._lent.pop(at) for at in done]
             wanted = self._copied_bytes + sum(data.nbytes for data in self._lent.values())
             # Buffers are up to a fourth larger than what lies in them.
             self._staging.budget_bytes = min(2 * self._most_bytes, wanted * 5 // 4)
