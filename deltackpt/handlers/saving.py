@@ -191,6 +191,7 @@ class Saver:
             staging=run.staging,
             workers=run.workers,
             force_base=arguments.force_base,
+            dense_bytes=0 if run.dense is None else _dense_bytes(split),
         )
         return snapshot.take(embeddings, step, run.held.step_dir(step))
 
@@ -237,6 +238,7 @@ class Saver:
                 return DenseLeaves.take(leaves, run.among.index, run.staging)
             taken = run.dense.take(leaves, split.layout.dense, run.among.index)
             if pending.intent.kind == "base":
+                pending.base_dense_bytes = taken.nbytes
                 return taken.as_item(pending.intent.save_id)
             pending.dense = taken
             return None
@@ -531,6 +533,8 @@ class Saver:
             total_secs=committed.at - flight.started,
             committed_unix_secs=time.time() - committed_ago_secs,
             tables=report.tables,
+            dense_bytes=report.dense_bytes,
+            dense=report.dense,
         )
         events.emit(event, self._run.sinks)
 
@@ -542,6 +546,11 @@ def _release(items: Mapping[str, Item]) -> None:
             item.abandon()
         elif isinstance(item, DenseLeaves):
             item.release()
+
+
+def _dense_bytes(split: Split) -> int:
+    """Bytes of the arrays among the dense leaves."""
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(split.dense))
 
 
 def _has_host_arrays(split: Split) -> bool:

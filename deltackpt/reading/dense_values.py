@@ -327,6 +327,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         if (leaf := filling.leaf(value, source.name)) is not None
     }
     done: list[tuple[Leaf, np.ndarray | slice]] = []
+    taken = {leaf: np.zeros(len(leaf.missing), bool) for leaf in wanted.values()}
     for segment in source.record.segments:
         if segment.group == PLAIN:
             found = _fill_plain(source, segment, wanted)
@@ -338,7 +339,10 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         for value, leaf in of_group:
             assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            numbers = np.asarray(rows[at]) - value.at
+            numbers = np.asarray(rows[at], np.int64) - value.at
+            if taken[leaf][numbers].any():
+                raise Damaged(source.name, f"each block of {value.key} once", "some twice")
+            taken[leaf][numbers] = True
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
         if not parts:
@@ -352,7 +356,6 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
                 lanes.add(leaf, chunk, slice(low, high), some)
                 if not chunk.codec.relative:
                     done.append((leaf, some))
-    # Segments of one save hold different blocks.
     for leaf, numbers in done:
         leaf.missing[numbers] = False
 

@@ -241,7 +241,8 @@ def chunks_of(source: Source, segment: Segment) -> Iterator[tuple[int, int, Chun
     stored = codec_of(segment, source.name).stored(dtype_of(segment.group))
     count = max(1, segment.count)
     if not any(array.ragged for array in stored.values()):
-        count = max(1, min(one.chunk_rows for one in segment.arrays if one.name == BLOCKS))
+        sizes = [one.chunk_rows for one in segment.arrays if one.name == BLOCKS]
+        count = max(1, min(sizes, default=count))
     for start in range(0, segment.count, count):
         stop = min(segment.count, start + count)
         yield start, stop, Chunk(source, segment, start, stop)

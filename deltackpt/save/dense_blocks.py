@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deltackpt.codecs import of_blocks
-from deltackpt.errors import OptionError, UnsupportedLeaf
-from deltackpt.format import blocks, dense_blocks, globs
+from deltackpt.errors import UnsupportedLeaf
+from deltackpt.format import blocks, dense_blocks
 from deltackpt.format.dense_blocks import (
     BLOCK,
     BLOCKS,
@@ -26,31 +26,24 @@ from deltackpt.format.dense_blocks import (
     BlockedValue,
     DenseBlocks,
 )
+from deltackpt.format.figures import LeafFigures
 from deltackpt.format.manifest import ArrayEntry, DenseLeaf, RollingShare, SaveId, path_name
 from deltackpt.format.segments import Segment
 from deltackpt.save import block_codes, dense_layout, extract, leaf_parts
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf
 from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.dense_coding import Coding as Coding
+from deltackpt.save.dense_coding import codings as codings
 from deltackpt.save.dense_layout import Chunk
 from deltackpt.save.dense_references import Decoded, Hashes, Key, Left, References
 from deltackpt.storage import arrays, parts
 from deltackpt.storage.ocdbt import ZARRAY, Value
 from deltackpt.storage.parts import Place, StoredArrays
 
+#: Leaves whose codec a record explains.
+_MOST_REASONS = 16
 #: Smaller leaves are copied into memory of their own: staging has whole MiB.
 _STAGED_BYTES = 1 << 20
-
-
-class Coding(NamedTuple):
-    """How a leaf is kept in deltas.
-
-    Attributes:
-      codec: ``exact``, or a lossy one.
-      max_error: most relative l2 error; None for any.
-    """
-
-    codec: str = of_blocks.EXACT
-    max_error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,6 +228,20 @@ def _encoded(
     )
 
 
+class WrittenDense(NamedTuple):
+    """Encoded values that were written.
+
+    Attributes:
+      record: what the manifest says of them.
+      nbytes: of their files.
+      leaves: figures of each leaf of which this process has something.
+    """
+
+    record: DenseBlocks
+    nbytes: int
+    leaves: tuple[LeafFigures, ...]
+
+
 class CodedDense:
     """Encoded values, ready to be written to a part or to frames."""
 
@@ -268,8 +275,48 @@ class CodedDense:
         segments = list(self._plain(place_of))
         for (group, codec), pieces in sorted(self._by_codec().items()):
             place = place_of(f"dense.{group}.{codec}")
-            segments.append(_written(place, group, codec, pieces))
+            reason = self._reason(group, codec)
+            segments.append(_written(place, group, codec, pieces, reason))
         return DenseBlocks(values=self._described, segments=tuple(segments))
+
+    def told(self, record: DenseBlocks) -> WrittenDense:
+        """What ``write`` has written, with figures by leaf.
+
+        The bytes of a segment are shared out by those of its arrays before compression.
+
+        Args:
+          record: of ``write``.
+        """
+        on_disk = {
+            (segment.group, encoding.codec): encoding.nbytes
+            for segment in record.segments
+            for encoding in segment.encodings
+        }
+        arrays_of = {
+            place: max(1, sum(piece.nbytes for piece in pieces))
+            for place, pieces in self._by_codec().items()
+        }
+        plain = sum(one.taken.count for one in self.values if one.changed and one.taken.plain)
+        if plain:
+            arrays_of[PLAIN, "raw"] = plain
+        shares = {place: on_disk[place] / nbytes for place, nbytes in arrays_of.items()}
+        by_leaf: dict[str, list[LeafFigures]] = {}
+        for one in self.values:
+            if one.taken.leaf:
+                by_leaf.setdefault(one.taken.leaf, []).append(_figures(one, shares))
+        leaves = tuple(LeafFigures.joined(found) for found in by_leaf.values())
+        return WrittenDense(record, sum(on_disk.values()), leaves)
+
+    def _reason(self, group: str, codec: str) -> str:
+        """Which leaves have another codec than the one that was asked for, and why."""
+        found = [
+            f"{one.taken.leaf}: {one.leaf.reason}"
+            for one, value in zip(self.values, self._described, strict=True)
+            if one.leaf is not None and one.leaf.reason and value.group == group
+            if any(piece.codec == codec for piece in one.leaf.pieces)
+        ]
+        told = "; ".join(dict.fromkeys(found[:_MOST_REASONS]))
+        return told if len(found) <= _MOST_REASONS else f"{told}; and others"
 
     def _plain(self, place_of: Callable[[str], Place]) -> Iterator[Segment]:
         held = [one.taken.data for one in self.values if one.changed and one.taken.plain]
@@ -299,7 +346,33 @@ class CodedDense:
         return found
 
 
-def _written(place: Place, group: str, codec: str, pieces: Sequence[CodedBlocks]) -> Segment:
+def _figures(one: CodedValue, shares: Mapping[tuple[str, str], float]) -> LeafFigures:
+    """Figures of one value.
+
+    Args:
+      one: the value.
+      shares: group and codec to the bytes on disk of a byte before compression.
+    """
+    taken, leaf = one.taken, one.leaf
+    if leaf is None:
+        nbytes = round(taken.count * shares[PLAIN, "raw"]) if one.changed else 0
+        return LeafFigures(taken.leaf, "exact", "", taken.count, nbytes, 1, int(one.changed), 0.0)
+    group = taken.data.dtype.name
+    return LeafFigures(
+        leaf=taken.leaf,
+        codec=leaf.codec,
+        reason=leaf.reason,
+        raw_bytes=taken.count * taken.data.itemsize,
+        nbytes=round(sum(piece.nbytes * shares[group, piece.codec] for piece in leaf.pieces)),
+        blocks=len(taken.data),
+        changed_blocks=sum(len(piece.blocks) for piece in leaf.pieces),
+        relative_error=leaf.error,
+    )
+
+
+def _written(
+    place: Place, group: str, codec: str, pieces: Sequence[CodedBlocks], reason: str
+) -> Segment:
     numbers = np.concatenate([piece.blocks for piece in pieces])
     rows: blocks.Rows = numbers
     if len(numbers) == numbers[-1] + 1 - numbers[0]:
@@ -314,7 +387,7 @@ def _written(place: Place, group: str, codec: str, pieces: Sequence[CodedBlocks]
         BLOCKS,
         StoredArrays.joined(written),
         codec=codec,
-        reason="",
+        reason=reason,
         bounds=np.array([0, len(rows)]),
     )
     return parts.stored_segment(place, group, (0, BLOCK), rows, row_numbers, [field])
@@ -328,48 +401,6 @@ def entry_of(suffix: str, array: of_blocks.BlockArray, held: Sequence[np.ndarray
     return arrays.array_entry(
         name, shape, array.dtype, zstd=array.zstd, byte_planes=array.byte_planes
     )
-
-
-def codings(
-    codec: str | Mapping[str, str], max_error: float | None
-) -> Callable[[DenseLeaf, Any], Coding]:
-    """How each leaf is kept, by what the user chose; the answers are kept.
-
-    Args:
-      codec: for all leaves, or by glob over their paths: the first that matches; exact where none
-        does. One for all takes only the floats that it can code.
-      max_error: most relative l2 error of a leaf.
-    """
-    known: dict[tuple[Any, str], Coding] = {}
-
-    def found(leaf: DenseLeaf, dtype: Any) -> Coding:
-        key = leaf.path, dtype.name
-        if key not in known:
-            known[key] = _coding(codec, max_error, path_name(leaf.path), dtype.name)
-        return known[key]
-
-    return found
-
-
-def _coding(
-    codec: str | Mapping[str, str], max_error: float | None, path: str, dtype: str
-) -> Coding:
-    if isinstance(codec, str):
-        name, named = codec, False
-    else:
-        name = next((one for glob, one in codec.items() if globs.matches(glob, path)), None)
-        name, named = (of_blocks.EXACT, False) if name is None else (name, True)
-    if name == of_blocks.EXACT:
-        return Coding()
-    if not of_blocks.get(name).takes(dtype):
-        if named:
-            raise OptionError(
-                f"Dense.codec: dense leaf {path}: {name} takes {', '.join(of_blocks.FLOATS)}, "
-                f"found {dtype}; integers, truth values, keys and counters are always exact: name "
-                "it by a glob of its own with codec 'exact' first, or leave it out"
-            )
-        return Coding()
-    return Coding(name, max_error)
 
 
 class DenseKeeper:
@@ -417,7 +448,9 @@ class DenseKeeper:
         except BaseException:
             self.references.done_with(value.data for value in values)
             raise
-        return TakenDense(values, plan, self)
+        taken = TakenDense(values, plan, self)
+        self.references.copied(taken.nbytes)
+        return taken
 
     def adopt(
         self,

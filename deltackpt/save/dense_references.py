@@ -101,8 +101,9 @@ class References:
         """
         self._most_bytes = most_bytes
         self._hashed = hashed
-        #: Keeps what one save gave back for the next, whose copies are as large.
         self._staging = Staging(2 * most_bytes)
+        #: Bytes of the copies of one save, kept for those of the next.
+        self._copied_bytes = 0
         self._lock = threading.Lock()
         self._kept: dict[SaveId, Left] = {}
         self._lent: dict[int, np.ndarray] = {}
@@ -124,6 +125,11 @@ class References:
         with self._lock:
             self._lent[id(data)] = data
         return data
+
+    def copied(self, nbytes: int) -> None:
+        """Says how large the copies of a save are: those of the next are like them."""
+        with self._lock:
+            self._copied_bytes = nbytes
 
     def of(self, save_id: SaveId | None) -> Left:
         """What a save left; nothing where it did not."""
@@ -161,9 +167,13 @@ class References:
         """Gives copies back that no save left."""
         with self._lock:
             held = {id(data) for left in self._kept.values() for data in left.data.values()}
-            for at in {id(data) for data in copies} - held:
-                if at in self._lent:
-                    self._staging.give_back(self._lent.pop(at))
+            done = ({id(data) for data in copies} - held) & self._lent.keys()
+            free = [self._lent.pop(at) for at in done]
+            wanted = self._copied_bytes + sum(data.nbytes for data in self._lent.values())
+            # Buffers are up to a fourth larger than what lies in them.
+            self._staging.budget_bytes = min(2 * self._most_bytes, wanted * 5 // 4)
+            for data in free:
+                self._staging.give_back(data)
 
     def _fitting(self, left: Left) -> Left:
         """As much of it as there is room for, in the order of the leaves; hashes of the rest."""
