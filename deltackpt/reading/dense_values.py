@@ -26,6 +26,7 @@ from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
+from deltackpt.storage.ocdbt import ZARRAY
 
 #: Threads that read and decode.
 _READERS = 3
@@ -41,6 +42,10 @@ class DenseValues(NamedTuple):
 
     values: Mapping[str, memoryview]
     files: Mapping[str, memoryview]
+
+
+#: Whether a value is wanted: of a file or of the database, and its key.
+Wanted = Callable[[bool, str], bool]
 
 
 class Base(Protocol):
@@ -74,6 +79,68 @@ class PartSource:
         return out
 
 
+class DenseItem:
+    """The dense item of a step, read as it is asked for.
+
+    Attributes:
+      fresh: that what is read is nobody else's, and may be kept and changed.
+    """
+
+    fresh = True
+
+    def __init__(self, saves: Sequence[StoredSave]):
+        """Reads nothing yet but manifests.
+
+        Args:
+          saves: a chain of ``read_chain``.
+
+        Raises:
+          Damaged: a manifest is missing or altered.
+        """
+        self._sources: list[list[PartSource]] = []
+        self._base: orbax_values.OrbaxValues | None = None
+        for save in reversed(saves):
+            if save.head.dense_blocks is None:
+                self._base = orbax_values.of_save(save)
+                break
+            self._sources.append([*_sources(save)])
+        self._name = saves[-1].name
+
+    @functools.cached_property
+    def outline(self) -> DenseValues:
+        """All files, and the descriptions of the arrays.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        return self._read(lambda file, key: file or key.endswith(f"/{ZARRAY}"))
+
+    def read(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """Values of the database.
+
+        Args:
+          wanted: whether that of a key is.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        return self._read(lambda file, key: not file and wanted(key)).values
+
+    def whole(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Values as ``read`` reads them, and the files."""
+        return self._read(lambda file, key: file or wanted(key))
+
+    def _read(self, wanted: Wanted) -> DenseValues:
+        if self._sources:
+            return values_of(self._sources, self._base, self._name, wanted)
+        assert self._base is not None
+        found = self._base.read([key for key in self._base.keys() if wanted(*key)])
+        return DenseValues(
+            {key: data for (file, key), data in found.items() if not file},
+            {key: data for (file, key), data in found.items() if file},
+        )
+
+
 def of_step(
     saves: Sequence[StoredSave], wanted: Callable[[str], bool] = lambda key: True
 ) -> DenseValues:
@@ -89,30 +156,7 @@ def of_step(
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted))
-
-
-def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
-    sources, base = [], None
-    for save in reversed(saves):
-        if save.head.dense_blocks is None:
-            base = orbax_values.of_save(save)
-            break
-        sources.append([*_sources(save)])
-    name = saves[-1].name
-    if not sources:
-        assert base is not None
-        return _all_of(base, wanted)
-    return values_of(sources, base, name, wanted)
-
-
-def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
-    keys = [key for key in base.keys() if key[0] or wanted(key[1])]
-    found = base.read(keys)
-    return DenseValues(
-        {key: data for (file, key), data in found.items() if not file},
-        {key: data for (file, key), data in found.items() if file},
-    )
+    return read_whole(saves, lambda saves: DenseItem(saves).whole(wanted))
 
 
 def _sources(save: StoredSave) -> Iterator[PartSource]:
@@ -128,7 +172,7 @@ def values_of(
     sources: Sequence[Sequence[Source]],
     base: Base | None,
     name: str,
-    wanted: Callable[[str], bool] = lambda key: True,
+    wanted: Wanted = lambda file, key: True,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
@@ -136,7 +180,7 @@ def values_of(
       sources: what the processes wrote of each, newest first.
       base: of the oldest one's parent; None where it has none.
       name: how errors name the newest.
-      wanted: as for ``of_step``.
+      wanted: what of it is.
 
     Raises:
       Damaged: something is missing or altered.
@@ -180,7 +224,7 @@ class Filling:
         self._name = name
 
     @classmethod
-    def of(cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool]) -> Filling:
+    def of(cls, newest: Sequence[Source], name: str, wanted: Wanted) -> Filling:
         """What the newest save says that there is, all of it missing."""
         leaves: dict[Key, Leaf] = {}
         for source in newest:
@@ -188,7 +232,7 @@ class Filling:
                 key = value.file, value.key
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
-                if value.file or wanted(value.key):
+                if wanted(*key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
                     data = memory.empty_buffer(shape, dtype_of(value.dtype))
                     leaves[key] = Leaf(key, data, value.count)
