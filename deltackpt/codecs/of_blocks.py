@@ -134,8 +134,8 @@ class Sparse:
         Raises:
           ValueError: as ``decode``.
         """
-        count, at, changed = arrays["count"], arrays["at"], arrays[""]
-        total = int(count.sum(dtype=np.int64))
+        count, at, changed = arrays["count"].astype(np.int64), arrays["at"], arrays[""]
+        total = int(count.sum())
         if len(count) != len(blocks) or total != len(at) or total != len(changed):
             raise ValueError(f"{total} numbers of {len(blocks)} blocks, found {len(at)}")
         places = np.repeat(blocks * BLOCK, count)

@@ -107,19 +107,19 @@ def abstract(stored: Any) -> dict[str, Any]:
     return jax.tree.map(_abstract, stored.tree, is_leaf=_is_leaf_metadata)
 
 
-def check(abstract: dict[str, Any], stored: Any, step: int) -> None:
+def check(abstract: dict[str, Any], stored: dict[str, Any], step: int) -> None:
     """Checks leaves of the template against those of the step; Orbax would cast and drop some.
 
     Args:
       abstract: what to restore, like the argument of ``save_args``.
-      stored: Orbax's metadata of the stored item.
+      stored: Orbax's metadata of each stored leaf.
       step: the step, for errors.
 
     Raises:
       TemplateMismatch: a leaf is missing on either side, is of another kind, shape or dtype, or has
         a dtype that jax would cut to 32 bits.
     """
-    wanted, found = _keyed(abstract), _keyed(stored.tree)
+    wanted, found = by_key(abstract), by_key(stored)
     if forgotten := found.keys() - wanted.keys():
         raise TemplateMismatch(
             f"step {step}: expected by the template no further dense leaves, found in the step\n"
@@ -151,8 +151,8 @@ def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) 
     found = jax.tree.map(_original, found, is_leaf=_is_leaf)
     if abstract is None:
         return found
-    values = _keyed(found)
-    for key, leaf in _keyed(abstract).items():
+    values = by_key(found)
+    for key, leaf in by_key(abstract).items():
         if not _holds(leaf, values[key]):
             raise TemplateMismatch(
                 f"step {step}, dense leaf {_name(key)}: expected by the template "
@@ -173,8 +173,8 @@ def _is_leaf(node: Any) -> bool:
     return paths.is_empty(node) or _is_leaf_metadata(node)
 
 
-def _keyed(dense: Any) -> dict[tuple[str, ...], Any]:
-    """Leaves by their keys; empty containers count as leaves."""
+def by_key(dense: Any) -> dict[tuple[str, ...], Any]:
+    """Leaves of nested dicts by their keys; empty containers count as leaves."""
     found = jax.tree.leaves_with_path(dense, is_leaf=_is_leaf)
     return {ocp.tree.str_keypath(path): leaf for path, leaf in found}
 

@@ -56,10 +56,11 @@ def read_state(
     stored = _stored(save.layout)
     tables = {table for name in wanted if (table := stored.get(name)) is not None}
     found = _tables(save.layout, read(step, dict.fromkeys(tables), progress)) if tables else {}
-    if any(name in stored and stored[name] is None for name in wanted):
+    asked = [leaf for leaf in save.layout.dense if path_name(leaf.path) in wanted]
+    if asked:
         saves.check_dense(save)
-        dense = items.dense(step, None)
-        found |= {path_name(leaf.path): dense_at(dense, leaf.key) for leaf in save.layout.dense}
+        dense = items.some(step, [leaf.key for leaf in asked])
+        found |= {path_name(leaf.path): dense_at(dense, leaf.key) for leaf in asked}
     saves.check_stands(save)
     leaves, cast = list(flat.leaves), list[str]()
     for name in wanted.keys() & found.keys():

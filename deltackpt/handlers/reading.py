@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -12,8 +12,11 @@ from etils import epath
 
 from deltackpt.format import names
 from deltackpt.handlers import dense
+from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import saves
+from deltackpt.reading.dense_values import DenseItem
+from deltackpt.reading.saves import StoredSave
 from deltackpt.restore.step_files import DenseFiles, ItemFiles
 from deltackpt.restore.steps import Items
 
@@ -35,16 +38,35 @@ class OrbaxItems:
         self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
     ) -> dict[str, Any]:
         """As ``ItemReader.dense``."""
+        if isinstance(files, DenseFiles):
+            return DenseLeaves(files).restored(abstract, step)
+        if files is None and (chain := self._of_blocks(step)) is not None:
+            return saves.read_whole(
+                chain, lambda chain: DenseLeaves(DenseItem(chain)).restored(abstract, step)
+            )
         handler = dense.handler()
         with self._item_dir(step, names.DENSE_ITEM, files) as item_dir:
             metadata = handler.metadata(item_dir)
             if abstract is not None:
-                dense.check(abstract, metadata, step)
+                dense.check(abstract, metadata.tree, step)
             args = dense.restore_args(abstract, metadata)
             return dense.restored(handler.restore(item_dir, args=args), abstract, step)
 
+    def some(self, step: int, keys: Collection[tuple[str, ...]]) -> dict[str, Any]:
+        """Some dense leaves on the host, and others where that is no more work.
+
+        Args:
+          step: its number.
+          keys: of leaves that the step has.
+        """
+        if (chain := self._of_blocks(step)) is None:
+            return self.dense(step, None)
+        return saves.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).some(keys, step))
+
     def abstract(self, step: int) -> dict[str, Any]:
         """Shapes and dtypes of the dense leaves of a step, read from metadata alone."""
+        if (chain := self._of_blocks(step)) is not None:
+            return saves.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).abstract())
         with self._item_dir(step, names.DENSE_ITEM) as item_dir:
             return dense.abstract(dense.handler().metadata(item_dir))
 
@@ -60,12 +82,12 @@ class OrbaxItems:
         with self._item_dir(step, name, files) as item_dir:
             return handler.restore(item_dir, args=args)
 
-    def _of_blocks(self, step: int) -> DenseFiles | None:
-        """The dense leaves of a delta that has them as blocks; None of a step that has the item."""
+    def _of_blocks(self, step: int) -> Sequence[StoredSave] | None:
+        """The chain of a delta with dense leaves as blocks; None of a step that has the item."""
         step_dir, item = self._root.at(step), self._root.item
         if saves.read_save(step_dir, item).head.dense_blocks is None:
             return None
-        return DenseFiles(dense_values.of_step(saves.read_chain(step_dir, item)))
+        return saves.read_chain(step_dir, item)
 
     @contextlib.contextmanager
     def _item_dir(
@@ -73,10 +95,6 @@ class OrbaxItems:
     ) -> Iterator[epath.Path]:
         if files is not None:
             yield epath.Path(files.folder(name))
-            return
-        if name == names.DENSE_ITEM and (found := self._of_blocks(step)) is not None:
-            with contextlib.closing(found):
-                yield epath.Path(found.folder(name))
             return
         with self._root.local(step, name) as item_dir:
             yield epath.Path(item_dir)

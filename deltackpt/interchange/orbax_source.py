@@ -103,7 +103,7 @@ class Source:
                 stored.tree,
                 is_leaf=_is_leaf,
             )
-            dense.check(abstract, stored, self.step or 0)
+            dense.check(abstract, stored.tree, self.step or 0)
             args = dense.restore_args(abstract, stored)
             found = dense.restored(handler.restore(path, args=args), abstract, self.step or 0)
         finally:

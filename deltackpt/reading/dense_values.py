@@ -27,6 +27,7 @@ from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
+from deltackpt.storage.ocdbt import ZARRAY
 
 #: Threads that read and decode.
 _READERS = 3
@@ -42,6 +43,10 @@ class DenseValues(NamedTuple):
 
     values: Mapping[str, memoryview]
     files: Mapping[str, memoryview]
+
+
+#: Whether a value is wanted: of a file or of the database, and its key.
+Wanted = Callable[[bool, str], bool]
 
 
 class Base(Protocol):
@@ -75,6 +80,71 @@ class PartSource:
         return out
 
 
+class DenseItem:
+    """The dense item of a step, read as it is asked for.
+
+    Attributes:
+      fresh: that what is read is nobody else's, and may be kept and changed.
+    """
+
+    fresh = True
+
+    def __init__(
+        self,
+        saves: Sequence[StoredSave],
+        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    ):
+        """Reads nothing yet but manifests.
+
+        Args:
+          saves: a chain of ``read_chain``.
+          item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
+
+        Raises:
+          Damaged: a manifest is missing or altered.
+        """
+        self._sources, self._base = sources_of(saves)
+        self._item_of = item_of
+        self._name = saves[-1].name
+
+    @functools.cached_property
+    def outline(self) -> DenseValues:
+        """All files, and the descriptions of the arrays.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        return self._read(lambda file, key: file or key.endswith(f"/{ZARRAY}"))
+
+    def read(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """Values of the database.
+
+        Args:
+          wanted: whether that of a key is.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        return self._read(lambda file, key: not file and wanted(key)).values
+
+    def whole(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Values as ``read`` reads them, and the files."""
+        return self._read(lambda file, key: file or wanted(key))
+
+    def _read(self, wanted: Wanted) -> DenseValues:
+        base = self._base
+        if self._sources:
+            item = None if base is None else _Later(base, self._item_of)
+            return values_of(self._sources, item, self._name, wanted)
+        assert base is not None
+        item = self._item_of(base)
+        found = item.read([key for key in item.keys() if wanted(*key)])
+        return DenseValues(
+            {key: data for (file, key), data in found.items() if not file},
+            {key: data for (file, key), data in found.items() if file},
+        )
+
+
 def of_step(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
@@ -94,21 +164,7 @@ def of_step(
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted, item_of=item_of))
-
-
-def _of_step(
-    saves: Sequence[StoredSave],
-    *,
-    wanted: Callable[[str], bool],
-    item_of: Callable[[StoredSave], OrbaxValues],
-) -> DenseValues:
-    found, base = sources_of(saves)
-    if not found:
-        assert base is not None
-        return _all_of(item_of(base), wanted)
-    item = None if base is None else _Later(base, item_of)
-    return values_of(found, item, saves[-1].name, wanted)
+    return read_whole(saves, lambda saves: DenseItem(saves, item_of).whole(wanted))
 
 
 class _Later(NamedTuple):
@@ -144,15 +200,6 @@ def sources_of(
     return found, None
 
 
-def _all_of(base: OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
-    keys = [key for key in base.keys() if key[0] or wanted(key[1])]
-    found = base.read(keys)
-    return DenseValues(
-        {key: data for (file, key), data in found.items() if not file},
-        {key: data for (file, key), data in found.items() if file},
-    )
-
-
 def sources(save: StoredSave) -> Iterator[PartSource]:
     """What each process wrote of the dense leaves of a save that has them as blocks.
 
@@ -171,7 +218,7 @@ def values_of(
     sources: Sequence[Sequence[Source]],
     base: Base | None,
     name: str,
-    wanted: Callable[[str], bool] = lambda key: True,
+    wanted: Wanted = lambda file, key: True,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
@@ -179,7 +226,7 @@ def values_of(
       sources: what the processes wrote of each, newest first.
       base: of the oldest one's parent; None where it has none.
       name: how errors name the newest.
-      wanted: as for ``of_step``.
+      wanted: what of it is.
 
     Raises:
       Damaged: something is missing or altered.
@@ -214,7 +261,7 @@ def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
             return np.empty(shape, dtype)
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    filling, lanes = Filling.of(sources[0], name, lambda key: True, buffer=nowhere), Lanes()
+    filling, lanes = Filling.of(sources[0], name, lambda file, key: True, buffer=nowhere), Lanes()
     for save in sources:
         if filling.complete:
             break
@@ -254,7 +301,7 @@ class Filling:
         cls,
         newest: Sequence[Source],
         name: str,
-        wanted: Callable[[str], bool],
+        wanted: Wanted,
         *,
         buffer: Callable[[tuple[int, ...], np.dtype], np.ndarray] = memory.empty_buffer,
     ) -> Filling:
@@ -265,7 +312,7 @@ class Filling:
                 key = value.file, value.key
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
-                if value.file or wanted(value.key):
+                if wanted(*key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
                     data = buffer(shape, dtype_of(value.dtype))
                     leaves[key] = Leaf(key, data, value.count)

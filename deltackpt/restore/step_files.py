@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -39,7 +39,13 @@ class ItemFiles(Protocol):
 
 
 class DenseFiles:
-    """Dense leaves of a mark, or of a delta that has them as blocks, as Orbax's item of a step."""
+    """Dense leaves of a mark, or of a delta that has them as blocks, as Orbax's item of a step.
+
+    Attributes:
+      fresh: as of ``dense_values.DenseItem``: what is in the item is not ours to change.
+    """
+
+    fresh = False
 
     def __init__(self, found: DenseValues):
         """Writes nothing yet.
@@ -52,6 +58,16 @@ class DenseFiles:
 
     def __contains__(self, item: str) -> bool:
         return item == names.DENSE_ITEM
+
+    @property
+    def outline(self) -> DenseValues:
+        """As ``DenseItem.outline``."""
+        described = {k: v for k, v in self._found.values.items() if k.endswith(f"/{ocdbt.ZARRAY}")}
+        return DenseValues(described, self._found.files)
+
+    def read(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+        """As ``DenseItem.read``."""
+        return {key: value for key, value in self._found.values.items() if wanted(key)}
 
     def folder(self, item: str) -> Path:
         """See ``ItemFiles``.
