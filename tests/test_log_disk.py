@@ -196,7 +196,7 @@ def test_rows_of_a_mark_that_was_refused_are_in_the_next(
 
 
 @pytest.mark.parametrize("kind", CALLS[:2])
-@pytest.mark.parametrize("dense", ["whole", "xor"])
+@pytest.mark.parametrize("dense", ["whole", "delta"])
 def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, training, disk):
     with manager_of(tmp_path, options(dense=dense)) as manager:
         training.begin(manager)

@@ -56,7 +56,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(POLICIES),
-        dense=st.sampled_from(["whole", "xor", "soft"]),
+        dense=st.sampled_from(["whole", "delta", "soft"]),
         every=st.sampled_from([1, 1, 3]),
         codec=st.sampled_from(["raw", "raw", "lossless", "adaptive4", "bf16"]),
         log_codec=st.sampled_from([None, None, "int8"]),

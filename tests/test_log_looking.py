@@ -26,7 +26,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.log import batch
 from deltackpt.log.segments import SegmentWriter
-from deltackpt.reading import log_states, replay, saves
+from deltackpt.reading import log_states, logged_dense, replay, saves
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.reading.targets import Targets
 from deltackpt.storage.store import spot
@@ -80,7 +80,7 @@ def write(root: Path, **options) -> Written:
     return Written(root, states)
 
 
-@pytest.fixture(scope="module", params=["whole", "xor"])
+@pytest.fixture(scope="module", params=["whole", "delta"])
 def written(tmp_path_factory, request) -> Written:
     return write(tmp_path_factory.mktemp("written") / "root", dense=request.param)
 
@@ -118,7 +118,7 @@ def restores(root: Path, point: LogPoint) -> bool:
     layout = way.era.head.layout
     try:
         replay.replay(way, Targets((), layout), layout)
-        replay.dense_of(way)
+        logged_dense.dense_of(way)
         replay.items_of(way)
     except DamagedLog:
         return False

@@ -15,10 +15,12 @@ from deltackpt.format.blocks import VALUES, Span
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.handlers import dense
 from deltackpt.log.batch import Batch, Item, cut
+from deltackpt.log.dense_frames import Dense
 from deltackpt.policy import BitWidthPolicy, CodecChoice
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
 from deltackpt.save.taken import CopiedRows
@@ -133,6 +135,7 @@ def take(
     restores: int,
     process: int,
     staging: Staging,
+    references: DenseKeeper | None,
     started: float,
 ) -> Batch:
     """Copies rows and dense leaves: all are of one moment when it returns.
@@ -147,6 +150,7 @@ def take(
       restores: how often training has been restored.
       process: index of this process.
       staging: whose memory holds the copies.
+      references: what dense leaves are kept against; None where they are kept whole.
       started: when ``log()`` was called, of ``time.perf_counter()``.
 
     Raises:
@@ -157,10 +161,10 @@ def take(
     nbytes = sum(one.nbytes for one in segments)
     with staging.here(nbytes <= _COPIED_HERE_BYTES):
         rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
-    leaves: DenseLeaves | None = None
+    leaves: Dense | None = None
     try:
         if full and split.layout.dense:
-            leaves = _dense(split, process, staging)
+            leaves = _dense(split, process, staging, references)
         rows.wait()
     except BaseException:
         rows.release()
@@ -194,9 +198,12 @@ def _choices(
     }
 
 
-def _dense(split: Split, process: int, staging: Staging) -> DenseLeaves:
+def _dense(split: Split, process: int, staging: Staging, references: DenseKeeper | None) -> Dense:
+    leaves = dense.storable(split.dense)
     try:
-        return DenseLeaves.take(dense.storable(split.dense), process, staging)
+        if references is not None:
+            return references.take(leaves, split.layout.dense, process)
+        return DenseLeaves.take(leaves, process, staging)
     except UnsupportedLeaf as error:
         raise OptionError(
             f"log: expected dense leaves that a full mark can hold, found that {error}; take soft "

@@ -23,7 +23,8 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import FencedError, LogFailed, WaitTimeout
 from deltackpt.format.manifest import SaveId
-from deltackpt.log.batch import Batch, Differences, Figures, dense_values, frames_of
+from deltackpt.log.batch import Batch, Figures, frames_of
+from deltackpt.log.dense_frames import DenseFrames, dense_bytes
 from deltackpt.log.segments import SegmentWriter
 from deltackpt.resources.workers import Workers
 
@@ -81,7 +82,7 @@ class LogWriter:
         *,
         check: Callable[[], None],
         process: int,
-        xor: bool,
+        dense: DenseFrames,
         segment_bytes: int,
         buffer_bytes: int,
         deadline_secs: float,
@@ -94,7 +95,7 @@ class LogWriter:
           segments: where to.
           check: raises where the root is another's; called after each ``fdatasync``.
           process: index of the process.
-          xor: whether dense leaves are kept as differences.
+          dense: makes the frames of dense leaves.
           segment_bytes: how long a file grows.
           buffer_bytes: of batches that are not durable.
           deadline_secs: for how long to wait for room.
@@ -104,7 +105,7 @@ class LogWriter:
         self._segments = segments
         self._check = check
         self._process = process
-        self._differences = Differences(wanted=xor)
+        self._dense = dense
         self._segment_bytes = segment_bytes
         self._buffer_bytes = buffer_bytes
         self._deadline_secs = deadline_secs
@@ -258,22 +259,22 @@ class LogWriter:
         if roll or segments.segment_bytes >= self._segment_bytes:
             self._sync()
             segments.roll()
-            self._differences.restart()
+            self._dense.restart()
         self._written.append(wanted)
         started = time.perf_counter()
         batch.rows.land()
         parent = wanted.root or self._parent
         assert parent is not None
-        found = list(frames_of(batch, parent, self._differences, self._workers.encoders))
+        found = list(frames_of(batch, parent, self._dense, self._workers.encoders))
         encoded = time.perf_counter()
-        nbytes, seqs = segments.write(found, batch.save_id.step)
+        nbytes = segments.write(found, batch.save_id.step)
         self._parent = batch.save_id
-        self._differences.stand_at(found, seqs)
+        self._dense.written(batch.save_id)
         batch.release()
         self.bytes_written += nbytes
         batch.figures = Figures(
             nbytes=nbytes,
-            dense_bytes=sum(value.nbytes for one in found for value in dense_values(one)),
+            dense_bytes=sum(map(dense_bytes, found)),
             encode_secs=encoded - started,
             write_secs=time.perf_counter() - encoded,
         )
@@ -330,7 +331,7 @@ class LogWriter:
         for one in lost:
             one.batch.release()
         self._segments.begin_part(self._durable_at)
-        self._differences.restart()
+        self._dense.restart()
 
 
 def _event(

@@ -340,7 +340,7 @@ def _with_odd(rows: jnp.ndarray) -> jnp.ndarray:
 def write_log(root: Path) -> None:
     """Writes a base and the logs of two runs, and what its points hold."""
     log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), "whole")
-    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), "xor")
+    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), "delta")
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
     found = {}
