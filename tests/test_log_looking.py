@@ -24,7 +24,8 @@ from deltackpt.format import stretches
 from deltackpt.format.frames import Kind, MarkHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
-from deltackpt.log import batch
+from deltackpt.log import dense_frames
+from deltackpt.log.frame import Frame
 from deltackpt.log.segments import SegmentWriter
 from deltackpt.reading import log_states, logged_dense, replay, saves
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
@@ -322,12 +323,12 @@ def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy, monkeypatch):
 
 
 def test_dense_leaves_without_a_chunk_are_found(tmp_path):
-    plain = batch._plain_values
+    plain = dense_frames._plain_values
 
     def without_one(dense):
         return (one for one in plain(dense) if not one.key.endswith("/0.0"))
 
-    with mock.patch.object(batch, "_plain_values", without_one):
+    with mock.patch.object(dense_frames, "_plain_values", without_one):
         root = write_short(tmp_path / "root")
     report = verify_root(root)
     assert not report.intact and "arrays imply" in report.problems[0].expected
@@ -422,7 +423,7 @@ def put_marks(root: Path, process: int, numbers: range) -> None:
             frames=0,
             unix_ns=number * 10**9,
         )
-        writer.write([batch.Frame(mark, [])], number)
+        writer.write([Frame(mark, [])], number)
     writer.close()
 
 
