@@ -236,10 +236,11 @@ def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
             training.save(manager)
         training.log(manager)
         manager.wait_logged()
-        for step in (*range(2, 14), 14):
-            found = manager.restore(step, training.state)
+        for at in (*manager.all_steps(), *manager.points()):
+            found = manager.restore(at, training.state)
+            step = found.step
             errors = error_of(found.state, training.states[step])
-            assert errors.keys() <= (CHANGED if codec else {})
+            assert errors.keys() <= (CHANGED if codec else set())
             assert all(error < 0.05 for error in errors.values())
     # Each save begins a file, whose first mark is whole.
     whole = [mark[0].against is None for mark in heads_of(tmp_path)]
@@ -292,7 +293,7 @@ def test_what_failed_is_no_reference(tmp_path, disk: Disk, kind, number, codec):
         for point in manager.points():
             found = manager.restore(point, training.state)
             errors = error_of(found.state, training.states[point.step])
-            assert errors.keys() <= (CHANGED if codec else {})
+            assert errors.keys() <= (CHANGED if codec else set())
             assert all(error < 0.05 for error in errors.values())
     steps = [step for step in range(2, 8) if step not in failed]
     whole = [mark[0].against is None for mark in heads_of(tmp_path)]
@@ -431,7 +432,7 @@ def test_arrays_are_read_as_they_were_written(pool, dtype, kind, rows, noise):
     for low, high in ((0, rows), (rows // 3, rows), (rows // 2, rows // 2), (0, rows // 2)):
         assert np.array_equal(stored.rows(low, high), array[low:high])
     if body.sizes and not noise and rows == 64:
-        assert prefix.body_bytes < array.nbytes / 2
+        assert prefix.body_bytes < 0.6 * array.nbytes
 
 
 def segment_of(entry: ArrayEntry) -> Segment:

@@ -224,7 +224,7 @@ class Recorder:
         options, stretch, chain = self._options, self._stretch, self._chain
         assert options is not None and stretch is not None and chain is not None
         writer = stretch.writer
-        owed = writer.take_owed()
+        losses, owed = writer.losses, writer.take_owed()
         try:
             segments = taking.segments_of(
                 split,
@@ -258,7 +258,7 @@ class Recorder:
             writer.owe(owed)
             raise
         batch.blocked_secs = time.perf_counter() - started
-        writer.submit(batch, chain.root)
+        writer.submit(batch, chain.root, losses)
         return True
 
     def _check_above(self, step: int) -> None:

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -132,6 +132,8 @@ class LogWriter:
         self.dense_bytes = 0
         #: Batches in a row that failed.
         self._failures = 0
+        #: How often batches were given up.
+        self.losses = 0
 
     # On the training thread.
 
@@ -154,17 +156,25 @@ class LogWriter:
                     "yet; look at the disk. No touched row is lost: the next log() holds them"
                 )
 
-    def submit(self, batch: Batch, root: SaveId | None) -> None:
+    def submit(self, batch: Batch, root: SaveId | None, losses: int) -> None:
         """Has a batch written.
 
         Args:
           batch: what was taken.
           root: what its rows are since, where that is not the mark of the batch before.
+          losses: what ``losses`` was before any of its rows were looked for.
         """
+        wanted = Wanted(batch=batch, root=root)
         with self._changed:
             if batch.dense is not None:
                 self.dense_bytes = batch.dense.nbytes
-            self._queue.append(Wanted(batch=batch, root=root))
+            if losses != self.losses:
+                # It was taken since a mark that has been given up meanwhile, and lacks its rows.
+                assert self.failure is not None
+                self._lose([wanted], self.failure.cause)
+                batch.release()
+                return
+            self._queue.append(wanted)
             self._bytes += batch.nbytes
             self._busy = True
             if self._thread is None:
@@ -315,23 +325,28 @@ class LogWriter:
             self._queue.clear()
             self._written = []
             self._bytes = 0
-            roots = [one.root for one in lost if one.root is not None]
-            if roots:
-                self._durable = roots[-1]
-            self._parent = self._durable
-            self._owed += [one.batch.row_numbers for one in lost]
-            steps = tuple(one.batch.save_id.step for one in lost)
-            since = lost[0].batch.started
-            if (before := self.failure) is not None:
-                steps, since = (*before.steps, *steps), before.since
-            self.failure = Failure(steps, error, since)
+            self._lose(lost, error)
             self._failures += 1
+            self.losses += 1
             if isinstance(error, FencedError):
                 self.fenced = error
         for one in lost:
             one.batch.release()
         self._segments.begin_part(self._durable_at)
         self._dense.restart()
+
+    def _lose(self, lost: Sequence[Wanted], error: Exception) -> None:
+        """Notes what no mark holds; under the lock."""
+        roots = [one.root for one in lost if one.root is not None]
+        if roots:
+            self._durable = roots[-1]
+        self._parent = self._durable
+        self._owed += [one.batch.row_numbers for one in lost]
+        steps = tuple(one.batch.save_id.step for one in lost)
+        since = lost[0].batch.started
+        if (before := self.failure) is not None:
+            steps, since = (*before.steps, *steps), before.since
+        self.failure = Failure(steps, error, since)
 
 
 def _event(
