@@ -84,7 +84,7 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
     for exponent, law in ((1.07, "Zipf 1.07"), (0.0, "uniform")):
         loop = compiled(options)
         loop.draw(exponent)
-        modes = ["none", "soft", "full", "xor", "deltas", "orbax-n"]
+        modes = ["none", "soft", "full", "delta", "deltas", "orbax-n"]
         found = log_job.rounds(loop, modes, options.repeats, root)
         nothing = sample(found["none"])
         for name in modes[1:]:
@@ -105,7 +105,7 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
             report.state(f"{law}: more processor a step, {MODES[name].name}", cpu, secs)
             threads = sample(found[name], "threads").over(sample(found["none"], "threads"))
             report.state(f"{law}: threads, {MODES[name].name}", threads, times)
-        for name in ("soft", "full", "xor"):
+        for name in ("soft", "full", "delta"):
             title = f"{law}: {{}}, {MODES[name].name}"
             report.state(title.format("durable after"), sample(found[name], "durable"), secs)
             report.state(

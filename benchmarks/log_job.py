@@ -68,7 +68,7 @@ MODES = {
         lambda root, every: ways.Logs(root, deltackpt.LogOptions(dense_every=every)),
     ),
     "full": Mode("full marks", _logs()),
-    "xor": Mode('full marks, dense="xor"', _logs(dense="xor")),
+    "delta": Mode('full marks, dense="delta"', _logs(dense="delta")),
     "deltas": Mode("a delta every step", _way("power"), each=True),
     "orbax-n": Mode("Orbax tuned every N", _way("orbax-tuned")),
     "orbax": Mode("Orbax every step, synchronous", _way("orbax"), each=True, waits=True),

@@ -23,7 +23,7 @@ Tracking = Literal["marks", "fingerprints"]
 Access = Literal["write", "read", "read alone"]
 DenseDeltas = Literal["orbax", "own"]
 WhenFull = Literal["wait", "coalesce"]
-LoggedDense = Literal["whole", "xor", "soft"]
+LoggedDense = Literal["whole", "delta", "soft"]
 OnFailure = Literal["save", "raise"]
 WaitFor = Literal["root", "neighbours", "stage"]
 
@@ -341,9 +341,10 @@ class LogOptions:
 
     Attributes:
       backend: where the log is.
-      dense: what becomes of dense leaves in a full mark: ``"whole"``; ``"xor"``: their difference
-        to the full mark before, compressed, and whole at the first mark of a file and at every
-        16th; ``"soft"``: there are no full marks but those that are asked for by ``full=True``.
+      dense: what becomes of dense leaves in a full mark: ``"whole"``; ``"delta"``: what changed
+        since the full mark before, by the codecs of ``ManagerOptions.dense``, and all of them at
+        the first mark of a file and at every 16th; ``"soft"``: there are no full marks but those
+        that are asked for by ``full=True``.
       dense_every: every so many marks one is full, and can be restored; the others hold rows.
       codec: of the rows of the log; None for that of the deltas. An error budget holds here, too.
       buffer_bytes: the most bytes that wait in memory until they are durable.
@@ -374,7 +375,7 @@ class LogOptions:
     def __post_init__(self) -> None:
         _check_known(
             self,
-            dense=("whole", "xor", "soft"),
+            dense=("whole", "delta", "soft"),
             when_full=("wait", "coalesce"),
             on_failure=("save", "raise"),
         )

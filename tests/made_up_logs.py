@@ -31,9 +31,9 @@ from deltackpt.format.manifest import (
     TableEntry,
 )
 from deltackpt.format.stretches import Continues, StretchHead
-from deltackpt.log.batch import Frame
+from deltackpt.log.frame import Frame
 from deltackpt.log.segments import SegmentWriter
-from deltackpt.reading import replay
+from deltackpt.reading import logged_dense, replay
 from deltackpt.reading.stretches import LogPoint, Logs, Way
 from deltackpt.reading.targets import empty_buffers
 from deltackpt.storage.store import spot
@@ -218,7 +218,7 @@ def follow(way: Way) -> Read:
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
     replayed = replay.replay(way, targets, LAYOUT)
-    dense = {key: bytes(data) for key, data in replay.dense_of(way).values.items()}
+    dense = {key: bytes(data) for key, data in logged_dense.dense_of(way).values.items()}
     return Read(way.point, table, replayed.rows[TABLE], dense, replay.items_of(way)[0])
 
 

@@ -28,7 +28,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import RestoreError, ServiceUnavailable, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading import point_files, reader, replay, saves
+from deltackpt.reading import logged_dense, point_files, reader, replay, saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.reading.targets import empty_buffers, targets_of
@@ -68,7 +68,7 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
     files = {file.name: holding.files.array(file) for file in holding.files.index}
     found = point_files.state_of(files, holding.layout)
     assert found.items == replay.items_of(way)
-    dense = replay.dense_of(way)
+    dense = logged_dense.dense_of(way)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
     targets = targets_of({}, holding.layout)
     rows = replay.replay(way, targets, holding.layout).rows
@@ -443,7 +443,7 @@ class Source:
         self.follower.unpin(pin)
 
 
-@pytest.mark.parametrize("dense", ["whole", "xor"])
+@pytest.mark.parametrize("dense", ["whole", "delta"])
 @pytest.mark.parametrize("policy", [deltackpt.Consecutive(), deltackpt.OneShot()])
 def test_a_point_is_restored_from_what_is_held_and_nothing_is_replayed(tmp_path, policy, dense):
     with Trainer(tmp_path, policy=policy, dense=dense) as trainer:

@@ -24,6 +24,7 @@ import deltackpt
 from deltackpt import events
 from deltackpt.errors import FencedError, LogFailed, OutOfSpace, StorageError, WaitTimeout
 from deltackpt.format import frames
+from deltackpt.log import taking
 from deltackpt.reading.log_files import read_log
 from deltackpt.reading.stretches import LogPoint, Logs
 from deltackpt.storage.store import spot
@@ -196,7 +197,7 @@ def test_rows_of_a_mark_that_was_refused_are_in_the_next(
 
 
 @pytest.mark.parametrize("kind", CALLS[:2])
-@pytest.mark.parametrize("dense", ["whole", "xor"])
+@pytest.mark.parametrize("dense", ["whole", "delta"])
 def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, training, disk):
     with manager_of(tmp_path, options(dense=dense)) as manager:
         training.begin(manager)
@@ -578,3 +579,44 @@ def test_a_save_and_a_mark_of_one_step_lead_to_no_circle(tmp_path, training):
     with manager_of(tmp_path, options()) as manager:
         result = restored(manager, training)
         assert result.step == 0 and result.point is None
+
+
+def test_a_failure_while_a_mark_is_taken_gives_that_up_as_well(
+    tmp_path, training, disk, monkeypatch
+):
+    """Its rows are since the mark that fails, so that it lacks those of that one."""
+    taken, take = threading.Event(), taking.take
+    failed: list[bool] = []
+
+    def verdict(kind: str, path: str) -> int | None:
+        if kind != "fdatasync":
+            return None
+        taken.wait(60)
+        return errno.EIO
+
+    with manager_of(tmp_path, options()) as manager:
+        training.begin(manager)
+        disk.verdict = verdict
+        training.log(manager)
+        recorder = manager._recorder
+        assert recorder is not None
+
+        def take_late(*given: Any, **more: Any) -> Any:
+            taken.set()
+            while recorder._writer is not None and recorder._writer.failure is None:
+                threading.Event().wait(0.001)
+            disk.verdict = lambda kind, path: None
+            failed.append(True)
+            return take(*given, **more)
+
+        monkeypatch.setattr(taking, "take", take_late)
+        training.log(manager)
+        monkeypatch.setattr(taking, "take", take)
+        assert failed
+        with pytest.raises(LogFailed, match="steps 1 to 2"):
+            manager.wait_logged()
+        training.log(manager)
+        manager.wait_logged()
+    assert marks_in(tmp_path) == [3]
+    with manager_of(tmp_path, options()) as manager:
+        assert restored(manager, training).step == 3

@@ -24,9 +24,10 @@ from deltackpt.format import stretches
 from deltackpt.format.frames import Kind, MarkHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
-from deltackpt.log import batch
+from deltackpt.log import dense_frames
+from deltackpt.log.frame import Frame
 from deltackpt.log.segments import SegmentWriter
-from deltackpt.reading import log_states, replay, saves
+from deltackpt.reading import log_states, logged_dense, replay, saves
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.reading.targets import Targets
 from deltackpt.storage.store import spot
@@ -80,7 +81,7 @@ def write(root: Path, **options) -> Written:
     return Written(root, states)
 
 
-@pytest.fixture(scope="module", params=["whole", "xor"])
+@pytest.fixture(scope="module", params=["whole", "delta"])
 def written(tmp_path_factory, request) -> Written:
     return write(tmp_path_factory.mktemp("written") / "root", dense=request.param)
 
@@ -118,7 +119,7 @@ def restores(root: Path, point: LogPoint) -> bool:
     layout = way.era.head.layout
     try:
         replay.replay(way, Targets((), layout), layout)
-        replay.dense_of(way)
+        logged_dense.dense_of(way)
         replay.items_of(way)
     except DamagedLog:
         return False
@@ -322,12 +323,12 @@ def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy, monkeypatch):
 
 
 def test_dense_leaves_without_a_chunk_are_found(tmp_path):
-    plain = batch._plain_values
+    plain = dense_frames._plain_values
 
     def without_one(dense):
         return (one for one in plain(dense) if not one.key.endswith("/0.0"))
 
-    with mock.patch.object(batch, "_plain_values", without_one):
+    with mock.patch.object(dense_frames, "_plain_values", without_one):
         root = write_short(tmp_path / "root")
     report = verify_root(root)
     assert not report.intact and "arrays imply" in report.problems[0].expected
@@ -422,7 +423,7 @@ def put_marks(root: Path, process: int, numbers: range) -> None:
             frames=0,
             unix_ns=number * 10**9,
         )
-        writer.write([batch.Frame(mark, [])], number)
+        writer.write([Frame(mark, [])], number)
     writer.close()
 
 

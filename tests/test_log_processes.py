@@ -80,7 +80,7 @@ def assert_reads_alone(root: Path, step: int, model: Model | None = None) -> Non
 @pytest.mark.parametrize(
     ("processes", "place", "log"),
     [
-        (2, TRAINED, {"dense": "xor"}),
+        (2, TRAINED, {"dense": "delta"}),
         (2, {"mesh": [2, 2], "layout": "cut"}, {"dense_every": 3}),
         (4, {"mesh": [4, 2], "across": "y"}, {"segment_bytes": 4096}),
     ],

@@ -51,7 +51,7 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format.blocks import Box
-from deltackpt.reading import replay, saves
+from deltackpt.reading import logged_dense, replay, saves
 from deltackpt.restore import step_files
 from deltackpt.service import RestoreService, ServiceOptions, names, protocol, reading
 from deltackpt.standby import memory
@@ -216,8 +216,12 @@ def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
     with contextlib.ExitStack() as stack:
         if machine != "here":
             stack.enter_context(on_another_machine(1 if machine == "another" else 2))
-        for read in ("replay", "dense_of", "items_of"):
-            refuses = mock.patch.object(replay, read, side_effect=AssertionError("it is read"))
+        for module, read in (
+            (replay, "replay"),
+            (logged_dense, "dense_of"),
+            (replay, "items_of"),
+        ):
+            refuses = mock.patch.object(module, read, side_effect=AssertionError("it is read"))
             stack.enter_context(refuses)
         found = restored(root, wanted)
     assert_from_service(found, trainer.state)

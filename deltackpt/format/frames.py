@@ -22,12 +22,15 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import records
+from deltackpt.format import dense_blocks, records
+from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import SaveId, Segment
 from deltackpt.format.records import Unsound
-from deltackpt.format.soundness import MOST, check_segment, is_name, require
+from deltackpt.format.segments import ArrayEntry
+from deltackpt.format.soundness import MOST, MOST_ZSTD_RATIO, check_segment, is_name, require
 
-VERSION = 1
+#: The newest; frames that hold nothing new are of the first, which every reader knows.
+VERSION = 2
 #: How each frame begins.
 MAGIC = b"DLOG"
 #: Magic, version, kind, part, process, seq, step, bytes of the head and of the body.
@@ -45,6 +48,9 @@ _ALIGNED = 8
 _PIECE_BYTES = 4 << 20
 
 Buffer = bytes | memoryview | np.ndarray
+#: Of each array of a body the bytes of its chunks; none of one that is as it is. No sizes at all
+#: where all are.
+Sizes = tuple[tuple[int, ...], ...]
 
 
 class Kind(enum.IntEnum):
@@ -55,6 +61,7 @@ class Kind(enum.IntEnum):
     DENSE = 2
     ITEMS = 3
     MARK = 4
+    BLOCKS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +89,20 @@ class BeginHead:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsHead:
-    """Rows of one group: the arrays of the segment, one after the other, are the body."""
+    """Rows of one group: the arrays of the segment, one after the other, are the body.
+
+    Attributes:
+      segment: the rows.
+      sizes: of the arrays that are compressed.
+    """
 
     segment: Segment
+    sizes: Sizes = ()
+
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        """Those of the body, in order."""
+        return self.segment.arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +132,27 @@ class DenseHead:
     """Dense leaves of a full mark, by the keys of Orbax's layout."""
 
     values: tuple[DenseValue, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlocksHead:
+    """Some dense leaves of a full mark, as blocks; the arrays of all segments are the body.
+
+    Attributes:
+      record: which leaves, and what is stored of them.
+      against: number of the call whose mark holds what these leaves were before, in frames of this
+        kind; None where nothing of them is missing. All frames of a mark have the same.
+      sizes: of the arrays that are compressed.
+    """
+
+    record: DenseBlocks
+    against: int | None = None
+    sizes: Sizes = ()
+
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        """Those of the body, in order."""
+        return tuple(entry for segment in self.record.segments for entry in segment.arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,13 +190,14 @@ class MarkHead:
     unix_ns: int
 
 
-Head = BeginHead | RowsHead | DenseHead | ItemsHead | MarkHead
+Head = BeginHead | RowsHead | DenseHead | ItemsHead | MarkHead | BlocksHead
 _HEADS: dict[Kind, type] = {
     Kind.BEGIN: BeginHead,
     Kind.ROWS: RowsHead,
     Kind.DENSE: DenseHead,
     Kind.ITEMS: ItemsHead,
     Kind.MARK: MarkHead,
+    Kind.BLOCKS: BlocksHead,
 }
 _KINDS = {head: kind for kind, head in _HEADS.items()}
 
@@ -219,8 +259,8 @@ def encode(place: Place, head: Head, body: Iterable[Sequence[Buffer]], crc32c: i
     parts = [part for pieces in body for part in _padded(pieces)]
     nbytes = sum(part.nbytes for part in parts)
     fixed = _FIXED.pack(
-        MAGIC, VERSION, _KINDS[type(head)], place.part, place.process, place.seq, place.step,
-        len(packed), nbytes,
+        MAGIC, _version_of(head), _KINDS[type(head)], place.part, place.process, place.seq,
+        place.step, len(packed), nbytes,
     )  # fmt: skip
     crc = google_crc32c.extend(google_crc32c.extend(crc32c, fixed), packed)
     buffers = [memoryview(fixed + _CRC.pack(crc) + packed), *parts]
@@ -320,27 +360,18 @@ def extended(crc: int, data: memoryview) -> int:
     return crc
 
 
-def arrays_of(segment: Segment, body: memoryview, name: str) -> dict[str, np.ndarray]:
-    """The stored arrays of rows: views of a body.
+def chunk_rows(entry: ArrayEntry, number: int) -> int:
+    """Rows of a chunk: of the last one those that are left."""
+    return min(entry.chunk_rows, entry.shape[0] - number * entry.chunk_rows)
 
-    Raises:
-      Damaged: the body has another length.
-    """
-    found, start = {}, 0
-    for entry in segment.arrays:
-        stop = start + entry.nbytes
-        if stop > body.nbytes:
-            raise Damaged(name, f"{stop} bytes of {entry.name}", f"{body.nbytes} bytes")
-        data = np.frombuffer(body[start:stop], np.dtype(entry.dtype))
-        found[entry.name] = data.reshape(entry.shape)
-        start = stop + -stop % _ALIGNED
-    if start != body.nbytes:
-        raise Damaged(name, f"a body of {start} bytes", f"{body.nbytes} bytes")
-    return found
+
+def chunk_bytes(entry: ArrayEntry, number: int) -> int:
+    """Bytes of a chunk before any compression."""
+    return entry.nbytes // entry.shape[0] * chunk_rows(entry, number)
 
 
 def pieces_of(sizes: Sequence[int], body: memoryview, name: str) -> list[memoryview]:
-    """The bytes of each value, or item, in a body.
+    """The bytes of each array, value, or item, in a body.
 
     Raises:
       Damaged: the body has another length.
@@ -352,6 +383,12 @@ def pieces_of(sizes: Sequence[int], body: memoryview, name: str) -> list[memoryv
     if start != body.nbytes:
         raise Damaged(name, f"a body of {start} bytes", f"{body.nbytes} bytes")
     return found
+
+
+def _version_of(head: Head) -> int:
+    """The first version that has such frames."""
+    new = isinstance(head, BlocksHead) or (isinstance(head, RowsHead) and head.sizes)
+    return VERSION if new else 1
 
 
 def _as_map(head: Head) -> dict[str, Any]:
@@ -382,6 +419,10 @@ def _check(head: Any, prefix: Prefix) -> None:
             check_segment(head.segment)
         except Unsound as error:
             raise error.within("segment") from None
+        _check_sizes(head.arrays, head.sizes)
+        return
+    if isinstance(head, BlocksHead):
+        _check_blocks(head)
         return
     if isinstance(head, DenseHead):
         for value in head.values:
@@ -406,3 +447,35 @@ def _check(head: Any, prefix: Prefix) -> None:
     if not isinstance(head, (BeginHead, MarkHead)):
         return
     require(prefix.body_bytes == 0, "no body", prefix.body_bytes)
+
+
+def _check_blocks(head: BlocksHead) -> None:
+    record = head.record
+    try:
+        dense_blocks.check(record)
+    except Unsound as error:
+        raise error.within("record") from None
+    for value in record.values:
+        if value.file:
+            inside = all(map(is_name, value.key.split("/")))
+            require(inside, "a path within the item", value.key, "values.key")
+    held = sum(value.nbytes for value in record.values)
+    require(held <= MOST_BODY_BYTES, "fewer bytes", held, "values")
+    found = [(segment.name, entry.name) for segment in record.segments for entry in segment.arrays]
+    require(len({*found}) == len(found), "arrays of different names", found, "segments")
+    _check_sizes(head.arrays, head.sizes)
+
+
+def _check_sizes(entries: Sequence[ArrayEntry], sizes: Sizes) -> None:
+    require(len(sizes) in (0, len(entries)), f"sizes of {len(entries)} arrays", len(sizes), "sizes")
+    for entry, own in zip(entries, sizes, strict=False):
+        if not own:
+            continue
+        place = f"sizes.{records.shown(entry.name)}"
+        require(entry.compressed and entry.nbytes > 0, "those of a compressed array", own, place)
+        count = -(-entry.shape[0] // entry.chunk_rows)
+        require(len(own) == count, f"those of {count} chunks", len(own), place)
+        for number, nbytes in enumerate(own):
+            plain = chunk_bytes(entry, number)
+            fits = nbytes <= plain <= nbytes * MOST_ZSTD_RATIO
+            require(fits, f"a chunk of {plain} bytes", nbytes, place)

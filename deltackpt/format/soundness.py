@@ -25,6 +25,8 @@ STORED_DTYPES = frozenset(
 MOST = (1 << 63) - 1
 #: Most axes of an array, as numpy has it.
 MOST_AXES = 32
+#: zstd makes at most a block of 128 KiB from four bytes.
+MOST_ZSTD_RATIO = (128 << 10) // 4
 #: Most bytes of a name that is, or becomes, a component of a path.
 _NAME_BYTES = 255
 

@@ -81,9 +81,8 @@ class NoLog:
         """See ``Log``."""
 
 
-def _keeper(options: Dense) -> DenseKeeper | None:
-    if options.deltas == "orbax":
-        return None
+def keeper(options: Dense) -> DenseKeeper:
+    """What copies dense leaves for blocks, and keeps what these decode to: a new one."""
     return DenseKeeper(
         codings(options.codec, options.max_error),
         max_reference_bytes=options.max_reference_bytes,
@@ -192,7 +191,7 @@ class Run:
             tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
             newest=newest,
             meetings=meetings,
-            dense=_keeper(options.dense),
+            dense=keeper(options.dense) if options.dense.deltas == "own" else None,
         )
 
     @property

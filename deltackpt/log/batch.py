@@ -22,29 +22,16 @@ import numpy as np
 from deltackpt.errors import OptionError
 from deltackpt.format import blocks, frames, manifest
 from deltackpt.format.blocks import VALUES
-from deltackpt.format.frames import (
-    DenseHead,
-    DenseValue,
-    Head,
-    ItemsHead,
-    LoggedItem,
-    MarkHead,
-    RowsHead,
-)
-from deltackpt.format.manifest import ArrayEntry, Layout, SaveId
+from deltackpt.format.frames import ItemsHead, LoggedItem, MarkHead, RowsHead
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.log.dense_frames import Dense, DenseFrames
+from deltackpt.log.frame import Frame, FramePlace, body_of
 from deltackpt.policy import CodecChoice
-from deltackpt.reading.replay import differed
 from deltackpt.save import fields
-from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.part import Plans, fields_of
 from deltackpt.save.taken import CopiedRows
 from deltackpt.storage import parts
-
-#: Differences of dense leaves are taken so often before they are whole again.
-_DIFFERENCES = 15
-#: Of a chunk whose numbers are no array: its bytes.
-_BYTE = 1
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -73,7 +60,7 @@ class Batch:
     layout: Layout
     choices: Mapping[str, Mapping[str, CodecChoice]]
     plans: Plans
-    dense: DenseLeaves | None
+    dense: Dense | None
     items: Sequence[Item]
     nbytes: int
     unix_ns: int
@@ -166,75 +153,23 @@ def as_json(given: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-class _Array(NamedTuple):
-    """Takes the pieces of one array, which stay as they are until the frame is written."""
-
-    pieces: list[np.ndarray]
-
-    def write(self, rows: np.ndarray) -> None:
-        """See ``RowsWriter``."""
-        self.pieces.append(np.ascontiguousarray(rows))
-
-    def finish(self) -> int:
-        """See ``RowsWriter``."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-    def remove(self) -> None:
-        """See ``RowsWriter``."""
-        self.pieces.clear()
-
-
-class _FramePlace:
-    """Where the arrays of a segment go: to the body of a frame. See ``parts.Place``."""
-
-    def __init__(self, segment: str):
-        self._segment = segment
-        self._arrays: dict[str, _Array] = {}
-
-    @property
-    def segment(self) -> str:
-        return self._segment
-
-    def writer(self, entry: ArrayEntry) -> _Array:
-        found = self._arrays[entry.name] = _Array([])
-        return found
-
-    def write_array(
-        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
-    ) -> int:
-        writer = self.writer(entry)
-        for piece in pieces:
-            writer.write(piece)
-        return writer.finish()
-
-    def body(self, entries: Iterable[ArrayEntry]) -> list[Sequence[np.ndarray]]:
-        """The pieces of each array."""
-        return [self._arrays[entry.name].pieces for entry in entries]
-
-
-class Frame(NamedTuple):
-    """A frame that is to be written: its head, and the arrays of its body in pieces."""
-
-    head: Head
-    body: Sequence[Sequence[frames.Buffer]]
-
-
 def frames_of(
-    batch: Batch, parent: SaveId, differences: Differences, pool: concurrent.futures.Executor
+    batch: Batch, parent: SaveId, dense: DenseFrames, pool: concurrent.futures.Executor
 ) -> Iterator[Frame]:
     """The frames of a batch, its mark last; the rows have landed.
 
     Args:
       batch: what was taken.
       parent: of its mark.
-      differences: what dense leaves are the difference to.
-      pool: encodes rows.
+      dense: makes those of dense leaves.
+      pool: encodes.
 
     Raises:
       ErrorBudgetExceeded: a codec would exceed the user's bound, who refuses wider ones.
     """
     count = 0
-    for frame in itertools.chain(_row_frames(batch, pool), _dense_frames(batch, differences)):
+    leaves = dense.of(batch.dense, batch.save_id, pool)
+    for frame in itertools.chain(_row_frames(batch, pool), leaves):
         yield frame
         count += 1
     if batch.items:
@@ -254,7 +189,7 @@ def frames_of(
 def _row_frames(batch: Batch, pool: concurrent.futures.Executor) -> Iterator[Frame]:
     groups = batch.layout.group_by_name
     for number, source in enumerate(batch.rows.segments):
-        place = _FramePlace(f"{source.group}.{number}")
+        place = FramePlace(f"{source.group}.{number}")
         row_numbers = parts.write_rows(place, source.rows)
         described = fields_of(
             groups[source.group], source, batch.layout, batch.choices, batch.plans, held=False
@@ -268,7 +203,8 @@ def _row_frames(batch: Batch, pool: concurrent.futures.Executor) -> Iterator[Fra
         segment = parts.stored_segment(
             place, source.group, source.columns, source.rows, row_numbers, stored
         )
-        yield Frame(RowsHead(segment=segment), place.body(segment.arrays))
+        body = body_of([(place, segment.arrays)], pool)
+        yield Frame(RowsHead(segment=segment, sizes=body.sizes), body.arrays)
 
 
 def cut(segments: Iterable[SegmentSource]) -> list[SegmentSource]:
@@ -280,125 +216,3 @@ def cut(segments: Iterable[SegmentSource]) -> list[SegmentSource]:
             rows = segment.rows[start : start + limit]
             found.append(dataclasses.replace(segment, rows=rows))
     return found
-
-
-# Dense leaves.
-
-
-class Differences:
-    """Values of the full mark before, to which those of the next are the difference."""
-
-    def __init__(self, *, wanted: bool):
-        """There is none before the first.
-
-        Args:
-          wanted: whether differences are taken at all.
-        """
-        self._wanted = wanted
-        self._before: dict[str, np.ndarray] = {}
-        self._seqs: dict[int, int] = {}
-        self._count = 0
-
-    def restart(self) -> None:
-        """The next full mark is whole: a file begins, or one was lost."""
-        self._before, self._seqs, self._count = {}, {}, 0
-
-    def next(self) -> None:
-        """Begins a full mark."""
-        if self._count > _DIFFERENCES:
-            self.restart()
-        self._count += 1
-
-    def of(self, number: int, key: str, data: np.ndarray, itemsize: int) -> _Coded:
-        """What a value is kept as.
-
-        Args:
-          number: of its frame among those of dense leaves.
-          key: of the value.
-          data: its bytes, (n,) uint8.
-          itemsize: of its numbers.
-        """
-        before, against = self._before.get(key), self._seqs.get(number)
-        if not self._wanted:
-            return _Coded(data, None)
-        self._before[key] = data.copy()
-        if before is None or against is None or before.size != data.size:
-            return _Coded(data, None)
-        return _Coded(np.frombuffer(differed(data, before, itemsize), np.uint8), against)
-
-    def stand_at(self, written: Iterable[Frame], seqs: Iterable[int]) -> None:
-        """Notes the seqs that the frames of a batch were given."""
-        found = [seq for frame, seq in zip(written, seqs) if isinstance(frame.head, DenseHead)]
-        if found:
-            self._seqs = dict(enumerate(found))
-
-
-class _Coded(NamedTuple):
-    data: np.ndarray
-    against: int | None
-
-
-def _dense_frames(batch: Batch, differences: Differences) -> Iterator[Frame]:
-    """Dense leaves: each frame holds the same keys in all marks of a file."""
-    if batch.dense is None:
-        return
-    differences.next()
-    for number, chunk in enumerate(_frame_values(batch.dense)):
-        heads, bodies = [], []
-        coded = [(one, differences.of(number, one.key, one.data, one.itemsize)) for one in chunk]
-        # All values of a frame are differences to one frame, or none is.
-        whole = any(found.against is None for _, found in coded)
-        for one, found in coded:
-            data = one.data if whole else found.data
-            heads.append(
-                DenseValue(
-                    key=one.key,
-                    file=one.file,
-                    nbytes=data.nbytes,
-                    decoded_bytes=one.data.nbytes,
-                    itemsize=one.itemsize,
-                    against=None if whole else found.against,
-                )
-            )
-            bodies.append([data])
-        yield Frame(DenseHead(values=tuple(heads)), bodies)
-
-
-class _Plain(NamedTuple):
-    """A value, or a file, of the dense item: its bytes, (n,) uint8."""
-
-    key: str
-    file: bool
-    data: np.ndarray
-    itemsize: int
-
-
-def dense_values(frame: Frame) -> tuple[DenseValue, ...]:
-    """The values that a frame of dense leaves holds; of other frames none."""
-    return frame.head.values if isinstance(frame.head, DenseHead) else ()
-
-
-def _frame_values(dense: DenseLeaves) -> Iterator[list[_Plain]]:
-    """The values of each frame: small ones together."""
-    held: list[_Plain] = []
-    nbytes = 0
-    for one in _plain_values(dense):
-        if held and nbytes + one.data.nbytes > frames.BODY_BYTES:
-            yield held
-            held, nbytes = [], 0
-        held.append(one)
-        nbytes += one.data.nbytes
-    if held:
-        yield held
-
-
-def _plain_values(dense: DenseLeaves) -> Iterator[_Plain]:
-    for name, text in dense.files.items():
-        yield _Plain(name, True, np.frombuffer(text.encode(), np.uint8), _BYTE)
-    for key, data in dense.values:
-        if isinstance(data, bytes):
-            yield _Plain(key, False, np.frombuffer(data, np.uint8), _BYTE)
-        else:
-            # Views of dtypes that no buffer describes are bytes like all others.
-            flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-            yield _Plain(key, False, flat, data.dtype.itemsize)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from deltackpt import events
 from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.handlers.run import Run
+from deltackpt.handlers.run import Run, keeper
 from deltackpt.log import taking, trimming
 from deltackpt.log.batch import Item, items_of
 from deltackpt.log.logged_rows import LoggedRows
@@ -42,6 +42,7 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled
 from deltackpt.save.clocks import Clocks, clocks_seen
+from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
@@ -122,6 +123,10 @@ class Recorder:
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         self._staging = Staging((self._options or LogOptions()).buffer_bytes)
+        #: What the dense leaves of the newest full mark decode to: never those of saves.
+        self._references: DenseKeeper | None = None
+        if self._options is not None and self._options.dense == "delta":
+            self._references = keeper(run.options.dense)
 
     @property
     def _writer(self) -> LogWriter | None:
@@ -219,7 +224,7 @@ class Recorder:
         options, stretch, chain = self._options, self._stretch, self._chain
         assert options is not None and stretch is not None and chain is not None
         writer = stretch.writer
-        owed = writer.take_owed()
+        losses, owed = writer.losses, writer.take_owed()
         try:
             segments = taking.segments_of(
                 split,
@@ -246,13 +251,14 @@ class Recorder:
                 restores=self._run.lineage.restores,
                 process=self._run.among.index,
                 staging=self._staging,
+                references=self._references,
                 started=started,
             )
         except BaseException:
             writer.owe(owed)
             raise
         batch.blocked_secs = time.perf_counter() - started
-        writer.submit(batch, chain.root)
+        writer.submit(batch, chain.root, losses)
         return True
 
     def _check_above(self, step: int) -> None:
@@ -446,7 +452,8 @@ class Recorder:
             self._stretch = None
         if number is not None and logs:
             with run.among.together("looking for the log", fatal=True):
-                stretch = Stretch.open(run, head_of(run, self._logs, number))
+                head = head_of(run, self._logs, number)
+                stretch = Stretch.open(run, head, self._references)
             while self._owed:
                 stretch.writer.owe(self._owed.pop())
             self._stretch, self._ended = stretch, None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from deltackpt.errors import StorageError
 from deltackpt.format import frames, names
 from deltackpt.format.frames import After, BeginHead, Place
-from deltackpt.log.batch import Frame
+from deltackpt.log.frame import Frame
 from deltackpt.storage import files
 
 #: Most buffers of one call, on Linux.
@@ -62,7 +62,7 @@ class SegmentWriter:
         """The last frame that was written."""
         return self._at
 
-    def write(self, batch: Iterable[Frame], step: int) -> tuple[int, list[int]]:
+    def write(self, batch: Iterable[Frame], step: int) -> int:
         """Appends the frames of a batch.
 
         Args:
@@ -70,27 +70,25 @@ class SegmentWriter:
           step: of all of them.
 
         Returns:
-          How many bytes were written, and the seq of each frame.
+          How many bytes were written.
 
         Raises:
           StorageError: the store refused; ``begin_part`` comes next.
         """
         if self._descriptor is None:
             self._begin()
-        found: list[int] = []
         buffers: list[memoryview] = []
         nbytes, at = 0, self._at
         for frame in batch:
             place = Place(at.part, self._process, at.seq + 1, step)
             encoded = frames.encode(place, frame.head, frame.body, at.crc32c)
             at = Position(at.part, place.seq, encoded.crc32c)
-            found.append(place.seq)
             buffers += encoded.buffers
             nbytes += encoded.nbytes
         self._append(buffers)
         self._at = at
         self.segment_bytes += nbytes
-        return nbytes, found
+        return nbytes
 
     def sync(self) -> None:
         """Returns when all that was written is on disk, and the file's name.

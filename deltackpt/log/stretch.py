@@ -15,11 +15,13 @@ from deltackpt.format import names, stretches
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.handlers.run import Run
+from deltackpt.log.dense_frames import DenseFrames
 from deltackpt.log.progress import Progress
 from deltackpt.log.segments import SegmentWriter
 from deltackpt.log.writer import Durable, LogWriter
 from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.stretches import LogPoint, Logs, apart_folder
+from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.storage.store import Exists, spot
 
 #: Durable marks that other processes may not have yet.
@@ -29,13 +31,16 @@ _KEPT = 4096
 class Stretch:
     """The log that a run writes."""
 
-    def __init__(self, run: Run, head: StretchHead, directory: Path):
+    def __init__(
+        self, run: Run, head: StretchHead, directory: Path, references: DenseKeeper | None
+    ):
         """Writes nothing yet.
 
         Args:
           run: the manager's run.
           head: of the stretch.
           directory: of the logs of all processes.
+          references: what dense leaves are against; None where they are whole.
         """
         options = run.options.log
         assert options is not None
@@ -53,7 +58,7 @@ class Stretch:
             segments,
             check=run.held.check_lease,
             process=run.among.index,
-            xor=options.dense == "xor",
+            dense=DenseFrames(references),
             segment_bytes=options.backend.segment_bytes,
             buffer_bytes=options.buffer_bytes,
             deadline_secs=options.deadline_secs,
@@ -62,12 +67,12 @@ class Stretch:
         )
 
     @classmethod
-    def open(cls, run: Run, head: StretchHead) -> Stretch:
-        """A stretch whose head stands."""
+    def open(cls, run: Run, head: StretchHead, references: DenseKeeper | None) -> Stretch:
+        """A stretch whose head stands; see ``Stretch``."""
         folder = LogFolder(spot(run.held.log_dir))
         if head.directory is not None:
             folder = apart_folder(head.directory, head.run)
-        return cls(run, head, Path(folder.segments(head.stretch)))
+        return cls(run, head, Path(folder.segments(head.stretch)), references)
 
     def newest_point(self, *, fresh: bool) -> LogPoint | None:
         """The newest full point that every process has, as far as is known.

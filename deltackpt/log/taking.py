@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
-from deltackpt.format import globs
+from deltackpt.format import blocks, globs
 from deltackpt.format.blocks import VALUES, Span
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.handlers import dense
 from deltackpt.log.batch import Batch, Item, cut
+from deltackpt.log.dense_frames import Dense
 from deltackpt.policy import BitWidthPolicy, CodecChoice
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
 from deltackpt.save.taken import CopiedRows
@@ -28,6 +30,9 @@ from deltackpt.state.touch_state import Marks
 
 #: So many stamps are looked at, and so many bytes copied, before another thread would begin.
 _LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
+#: Flags for all rows of a table are set and looked through where there are at most so many for each
+#: number: with more it is faster to sort the numbers.
+_MOST_FLAGS = 64
 #: Table name to row numbers, int64 ascending.
 Rows = Mapping[str, np.ndarray]
 
@@ -62,14 +67,25 @@ def rows_of(ids: Mapping[str, Any], split: Split) -> Rows:
             raise OptionError(
                 f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; give numbers of rows"
             )
-        rows = np.unique(rows.astype(np.int64))
-        if rows.size and not 0 <= rows[0] <= rows[-1] < tables[name]:
+        first, last = (rows.min(), rows.max()) if rows.size else (0, 0)
+        if not 0 <= first <= last < tables[name]:
             raise OptionError(
-                f"ids[{given!r}]: expected rows from 0 to {tables[name] - 1}, found {rows[0]} to "
-                f"{rows[-1]}; give those that the table was looked up with"
+                f"ids[{given!r}]: expected rows from 0 to {tables[name] - 1}, found {first} to "
+                f"{last}; give those that the table was looked up with"
             )
+        rows = _ascending(rows.astype(np.int64, copy=False).reshape(-1), tables[name])
         found[name] = rows if name not in found else np.union1d(found[name], rows)
     return found
+
+
+def _ascending(numbers: np.ndarray, rows: int) -> np.ndarray:
+    """Each of some numbers of rows once, in order."""
+    if rows > _MOST_FLAGS * len(numbers):
+        return blocks.distinct(numbers)
+    # Of 16,384 ids of 80,000 rows five times as fast as sorting them, and 15 times as np.unique.
+    held = np.zeros(rows, bool)
+    held[numbers] = True
+    return held.nonzero()[0]
 
 
 def segments_of(
@@ -133,6 +149,7 @@ def take(
     restores: int,
     process: int,
     staging: Staging,
+    references: DenseKeeper | None,
     started: float,
 ) -> Batch:
     """Copies rows and dense leaves: all are of one moment when it returns.
@@ -147,6 +164,7 @@ def take(
       restores: how often training has been restored.
       process: index of this process.
       staging: whose memory holds the copies.
+      references: what dense leaves are kept against; None where they are kept whole.
       started: when ``log()`` was called, of ``time.perf_counter()``.
 
     Raises:
@@ -157,10 +175,10 @@ def take(
     nbytes = sum(one.nbytes for one in segments)
     with staging.here(nbytes <= _COPIED_HERE_BYTES):
         rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
-    leaves: DenseLeaves | None = None
+    leaves: Dense | None = None
     try:
         if full and split.layout.dense:
-            leaves = _dense(split, process, staging)
+            leaves = _dense(split, process, staging, references)
         rows.wait()
     except BaseException:
         rows.release()
@@ -194,9 +212,12 @@ def _choices(
     }
 
 
-def _dense(split: Split, process: int, staging: Staging) -> DenseLeaves:
+def _dense(split: Split, process: int, staging: Staging, references: DenseKeeper | None) -> Dense:
+    leaves = dense.storable(split.dense)
     try:
-        return DenseLeaves.take(dense.storable(split.dense), process, staging)
+        if references is not None:
+            return references.take(leaves, split.layout.dense, process)
+        return DenseLeaves.take(leaves, process, staging)
     except UnsupportedLeaf as error:
         raise OptionError(
             f"log: expected dense leaves that a full mark can hold, found that {error}; take soft "

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,8 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import FencedError, LogFailed, WaitTimeout
 from deltackpt.format.manifest import SaveId
-from deltackpt.log.batch import Batch, Differences, Figures, dense_values, frames_of
+from deltackpt.log.batch import Batch, Figures, frames_of
+from deltackpt.log.dense_frames import DenseFrames, dense_bytes
 from deltackpt.log.segments import SegmentWriter
 from deltackpt.resources.workers import Workers
 
@@ -81,7 +82,7 @@ class LogWriter:
         *,
         check: Callable[[], None],
         process: int,
-        xor: bool,
+        dense: DenseFrames,
         segment_bytes: int,
         buffer_bytes: int,
         deadline_secs: float,
@@ -94,7 +95,7 @@ class LogWriter:
           segments: where to.
           check: raises where the root is another's; called after each ``fdatasync``.
           process: index of the process.
-          xor: whether dense leaves are kept as differences.
+          dense: makes the frames of dense leaves.
           segment_bytes: how long a file grows.
           buffer_bytes: of batches that are not durable.
           deadline_secs: for how long to wait for room.
@@ -104,7 +105,7 @@ class LogWriter:
         self._segments = segments
         self._check = check
         self._process = process
-        self._differences = Differences(wanted=xor)
+        self._dense = dense
         self._segment_bytes = segment_bytes
         self._buffer_bytes = buffer_bytes
         self._deadline_secs = deadline_secs
@@ -131,6 +132,8 @@ class LogWriter:
         self.dense_bytes = 0
         #: Batches in a row that failed.
         self._failures = 0
+        #: How often batches were given up.
+        self.losses = 0
 
     # On the training thread.
 
@@ -153,17 +156,25 @@ class LogWriter:
                     "yet; look at the disk. No touched row is lost: the next log() holds them"
                 )
 
-    def submit(self, batch: Batch, root: SaveId | None) -> None:
+    def submit(self, batch: Batch, root: SaveId | None, losses: int) -> None:
         """Has a batch written.
 
         Args:
           batch: what was taken.
           root: what its rows are since, where that is not the mark of the batch before.
+          losses: what ``losses`` was before any of its rows were looked for.
         """
+        wanted = Wanted(batch=batch, root=root)
         with self._changed:
             if batch.dense is not None:
                 self.dense_bytes = batch.dense.nbytes
-            self._queue.append(Wanted(batch=batch, root=root))
+            if losses != self.losses:
+                # It was taken since a mark that has been given up meanwhile, and lacks its rows.
+                assert self.failure is not None
+                self._lose([wanted], self.failure.cause)
+                batch.release()
+                return
+            self._queue.append(wanted)
             self._bytes += batch.nbytes
             self._busy = True
             if self._thread is None:
@@ -258,22 +269,22 @@ class LogWriter:
         if roll or segments.segment_bytes >= self._segment_bytes:
             self._sync()
             segments.roll()
-            self._differences.restart()
+            self._dense.restart()
         self._written.append(wanted)
         started = time.perf_counter()
         batch.rows.land()
         parent = wanted.root or self._parent
         assert parent is not None
-        found = list(frames_of(batch, parent, self._differences, self._workers.encoders))
+        found = list(frames_of(batch, parent, self._dense, self._workers.encoders))
         encoded = time.perf_counter()
-        nbytes, seqs = segments.write(found, batch.save_id.step)
+        nbytes = segments.write(found, batch.save_id.step)
         self._parent = batch.save_id
-        self._differences.stand_at(found, seqs)
+        self._dense.written(batch.save_id)
         batch.release()
         self.bytes_written += nbytes
         batch.figures = Figures(
             nbytes=nbytes,
-            dense_bytes=sum(value.nbytes for one in found for value in dense_values(one)),
+            dense_bytes=sum(map(dense_bytes, found)),
             encode_secs=encoded - started,
             write_secs=time.perf_counter() - encoded,
         )
@@ -314,23 +325,28 @@ class LogWriter:
             self._queue.clear()
             self._written = []
             self._bytes = 0
-            roots = [one.root for one in lost if one.root is not None]
-            if roots:
-                self._durable = roots[-1]
-            self._parent = self._durable
-            self._owed += [one.batch.row_numbers for one in lost]
-            steps = tuple(one.batch.save_id.step for one in lost)
-            since = lost[0].batch.started
-            if (before := self.failure) is not None:
-                steps, since = (*before.steps, *steps), before.since
-            self.failure = Failure(steps, error, since)
+            self._lose(lost, error)
             self._failures += 1
+            self.losses += 1
             if isinstance(error, FencedError):
                 self.fenced = error
         for one in lost:
             one.batch.release()
         self._segments.begin_part(self._durable_at)
-        self._differences.restart()
+        self._dense.restart()
+
+    def _lose(self, lost: Sequence[Wanted], error: Exception) -> None:
+        """Notes what no mark holds; under the lock."""
+        roots = [one.root for one in lost if one.root is not None]
+        if roots:
+            self._durable = roots[-1]
+        self._parent = self._durable
+        self._owed += [one.batch.row_numbers for one in lost]
+        steps = tuple(one.batch.save_id.step for one in lost)
+        since = lost[0].batch.started
+        if (before := self.failure) is not None:
+            steps, since = (*before.steps, *steps), before.since
+        self.failure = Failure(steps, error, since)
 
 
 def _event(

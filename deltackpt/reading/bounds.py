@@ -26,14 +26,12 @@ from deltackpt.format.manifest import (
     Segment,
 )
 from deltackpt.format.records import Unsound
-from deltackpt.format.soundness import MOST, MOST_AXES, require
+from deltackpt.format.soundness import MOST, MOST_AXES, MOST_ZSTD_RATIO, require
 from deltackpt.format.stretches import StretchHead
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
 _sound = records.Sound()
-#: zstd makes at most a block of 128 KiB from four bytes.
-_MOST_RATIO = (128 << 10) // 4
 #: Shorter lists may have as many holes as they like; all others together at most that many places.
 _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 
@@ -157,7 +155,7 @@ def check_chunk(entry: ArrayEntry, chunk_bytes: int, length: int, name: str) -> 
     """
     if not entry.compressed and length != chunk_bytes:
         raise Damaged(name, f"{chunk_bytes} bytes", f"{length} bytes")
-    if entry.compressed and length * _MOST_RATIO < chunk_bytes:
+    if entry.compressed and length * MOST_ZSTD_RATIO < chunk_bytes:
         raise Damaged(name, f"a compressed chunk of {chunk_bytes} bytes", f"{length} bytes")
 
 

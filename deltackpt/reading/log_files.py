@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltackpt.errors import Damaged
+from deltackpt.errors import Damaged, DamagedLog
 from deltackpt.format import frames, names
 from deltackpt.format.frames import BeginHead, Kind, MarkHead, Place
 from deltackpt.format.manifest import SaveId
@@ -111,6 +111,29 @@ class Mark(NamedTuple):
     frames: tuple[FrameAt, ...]
     nbytes: int
     end: int
+
+    def frames_of(self, *kinds: Kind) -> list[FrameAt]:
+        """Its frames of some kinds."""
+        return [frame for frame in self.frames if frame.kind in kinds]
+
+
+class damage_of:
+    """Names the mark that what is damaged belongs to."""
+
+    def __init__(self, mark: Mark):
+        """Of whatever is read within it.
+
+        Args:
+          mark: it.
+        """
+        self._mark = mark
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Damaged) and not isinstance(error, DamagedLog):
+            raise DamagedLog.of(error, self._mark.save_id) from error
 
 
 class Break(NamedTuple):

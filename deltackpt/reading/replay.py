@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks of a log onto the buffers of a restored step, and their dense leaves; no jax.
+"""Marks of a log onto the buffers of a restored step; no jax.
 
 Buffers that nobody sees yet are written as frames are read (``replay``). Those that are in use are
 not before all frames are known to be whole: ``pieces`` are read and decoded first.
@@ -19,19 +19,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import zstandard
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged, DamagedLog
 from deltackpt.format import blocks, frames, gaps, names
 from deltackpt.format.blocks import EncodedBlock, RowBlock, Span
-from deltackpt.format.frames import DenseHead, DenseValue, ItemsHead, Kind, Place
+from deltackpt.format.frames import ItemsHead, Kind
 from deltackpt.format.manifest import GroupEntry, Layout, Segment
 from deltackpt.reading import bounds, merge
 from deltackpt.reading.dense_values import DenseValues
-from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog
+from deltackpt.reading.log_files import FrameAt, Mark, damage_of
 from deltackpt.reading.stretches import Leg, Way
 from deltackpt.reading.targets import Targets
+from deltackpt.storage import frame_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,38 +111,6 @@ def pieces(way: Way, layout: Layout, seen: SeenRows) -> Iterator[LoggedRows]:
         yield from _pieces_of(leg, layout, seen)
 
 
-class DenseKept:
-    """Dense leaves that were read last: the next ones may be their difference to them."""
-
-    def __init__(self) -> None:
-        """None were."""
-        self.frames: dict[tuple[str, Place, int], list[tuple[DenseValue, memoryview]]] = {}
-
-
-def dense_of(way: Way, kept: DenseKept | None = None) -> DenseValues:
-    """The dense leaves of the point.
-
-    Args:
-      way: to the point.
-      kept: what an earlier call has read; it gets what this one does.
-
-    Raises:
-      DamagedLog: they are missing or altered.
-    """
-    values: dict[str, memoryview] = {}
-    files: dict[str, memoryview] = {}
-    before, now = kept or DenseKept(), DenseKept()
-    for process, mark in way.last_marks.items():
-        reader = _DenseReader(way.era.processes[process].log, before, now)
-        with _damage_of(mark):
-            for frame in _frames_of(mark, Kind.DENSE):
-                for value, data in reader.read(frame):
-                    (files if value.file else values)[value.key] = data
-    if kept is not None:
-        kept.frames = now.frames
-    return DenseValues(values, files)
-
-
 def items_of(way: Way) -> dict[int, dict[str, Any]]:
     """Further items of the point: those of each process, by name.
 
@@ -154,8 +122,8 @@ def items_of(way: Way) -> dict[int, dict[str, Any]]:
 
 def _items_of(mark: Mark) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with _damage_of(mark):
-        for frame in _frames_of(mark, Kind.ITEMS):
+    with damage_of(mark):
+        for frame in mark.frames_of(Kind.ITEMS):
             head: ItemsHead = frame.head
             sizes = [item.nbytes for item in head.items]
             bodies = frames.pieces_of(sizes, frame.read(), frame.name)
@@ -180,24 +148,6 @@ def _check_layout(leg: Leg, layout: Layout, way: Way) -> None:
             "restore the step itself: restore_latest(log=None)",
             way.point.save_id,
         )
-
-
-def _frames_of(mark: Mark, kind: Kind) -> Iterator[FrameAt]:
-    return (frame for frame in mark.frames if frame.kind == kind)
-
-
-class _damage_of:
-    """Names the mark that what is damaged belongs to."""
-
-    def __init__(self, mark: Mark):
-        self._mark = mark
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Damaged) and not isinstance(error, DamagedLog):
-            raise DamagedLog.of(error, self._mark.save_id) from error
 
 
 # Rows.
@@ -279,7 +229,7 @@ class LoggedRows:
         Raises:
           DamagedLog: the frame is missing or altered.
         """
-        with _damage_of(self.mark):
+        with damage_of(self.mark):
             if (block := self._read()) is not None:
                 block.apply(targets)
 
@@ -289,13 +239,14 @@ class LoggedRows:
         Raises:
           DamagedLog: the frame is missing or altered.
         """
-        with _damage_of(self.mark):
+        with damage_of(self.mark):
             block = self._read()
             return [] if block is None else list(block.decoded(targets))
 
     def _read(self) -> _Block | None:
-        segment = self.frame.head.segment
-        stored = frames.arrays_of(segment, self.frame.read(), self.frame.name)
+        head, name = self.frame.head, self.frame.name
+        segment = head.segment
+        stored = frame_arrays.arrays_of(head.arrays, head.sizes, self.frame.read(), name)
         rows = _row_numbers(segment, stored, self.group, self.frame.name)
         if not len(rows):
             return None
@@ -314,7 +265,7 @@ def segments_of(leg: Leg) -> Iterator[Segment]:
     """What the frames of rows of some marks hold."""
     for marks in leg.marks.values():
         for mark in marks:
-            for frame in _frames_of(mark, Kind.ROWS):
+            for frame in mark.frames_of(Kind.ROWS):
                 yield frame.head.segment
 
 
@@ -331,7 +282,7 @@ def _pieces_of(leg: Leg, layout: Layout, seen: SeenRows) -> Iterator[LoggedRows]
     for mark, frame in order:
         if frame.kind == Kind.ROWS:
             segment = frame.head.segment
-            with _damage_of(mark):
+            with damage_of(mark):
                 bounds.check_segment(segment, groups, tables, frame.name)
             key = segment.group, segment.columns, segment.fields
             by_class.setdefault(key, []).append((mark, frame))
@@ -444,102 +395,3 @@ def _decodable(
             fields = {field: values.reshape(-1, *spec.trailing)}
             beside.append(RowBlock(segment.group, rows[at], segment.columns, fields))
     return _Block(segment, group, rows, arrays, tuple(beside))
-
-
-# Dense leaves.
-
-
-class _DenseReader:
-    """Reads dense leaves of one process; differences by way of what they are against."""
-
-    def __init__(self, log: ProcessLog, before: DenseKept, now: DenseKept):
-        self._before, self._now = before.frames, now.frames
-        self._frames = {
-            frame.place.seq: frame for mark in log.marks for frame in _frames_of(mark, Kind.DENSE)
-        }
-
-    def read(self, frame: FrameAt) -> list[tuple[DenseValue, memoryview]]:
-        """The values of a frame, as they were.
-
-        Raises:
-          Damaged: it, or one that it needs, is missing or altered.
-        """
-        chain = [frame]
-        while (needed := self._needs(chain[-1])) is not None and _key(needed) not in self._before:
-            chain.append(needed)
-        # Against what is not there is read from the oldest on.
-        found = [] if needed is None else self._before[_key(needed)]
-        for one in reversed(chain):
-            held = {value.key: data for value, data in found}
-            found = self._decoded(one, held)
-        self._now[_key(frame)] = found
-        return found
-
-    def _needs(self, frame: FrameAt) -> FrameAt | None:
-        head: DenseHead = frame.head
-        against = {value.against for value in head.values} - {None}
-        if not against:
-            return None
-        [seq] = against if len(against) == 1 else (None,)
-        if seq not in self._frames:
-            raise Damaged(frame.name, f"one frame {seq} that it is the difference to", "none")
-        return self._frames[seq]
-
-    def _decoded(
-        self, frame: FrameAt, held: Mapping[str, memoryview]
-    ) -> list[tuple[DenseValue, memoryview]]:
-        head: DenseHead = frame.head
-        sizes = [value.nbytes for value in head.values]
-        bodies = frames.pieces_of(sizes, frame.read(), frame.name)
-        found = []
-        for value, data in zip(head.values, bodies, strict=True):
-            if value.against is not None:
-                before = held.get(value.key)
-                if before is None or before.nbytes != value.decoded_bytes:
-                    raise Damaged(frame.name, f"a value of {value.key} before", "none")
-                data = undiffered(data, before, value.itemsize, frame.name)
-            found.append((value, data))
-        return found
-
-
-def _key(frame: FrameAt) -> tuple[str, Place, int]:
-    return str(frame.segment), frame.place, frame.body_crc32c
-
-
-def differed(now: np.ndarray, before: np.ndarray, itemsize: int) -> bytes:
-    """The difference of two values of as many bytes: XOR, as byte planes, by zstd.
-
-    Args:
-      now: (n,) uint8.
-      before: likewise.
-      itemsize: of the numbers in them; it divides n.
-    """
-    planes = np.bitwise_xor(now, before).reshape(-1, itemsize).T
-    return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(planes).data)
-
-
-def undiffered(data: memoryview, before: memoryview, itemsize: int, name: str) -> memoryview:
-    """What ``differed`` was made of.
-
-    Args:
-      data: the difference.
-      before: what it is to.
-      itemsize: of the numbers in it.
-      name: how errors name it.
-
-    Raises:
-      Damaged: it is none of such a value.
-    """
-    nbytes = before.nbytes
-    try:
-        # It takes memory for as many bytes as the data say that there are.
-        if (claimed := zstandard.frame_content_size(data)) != nbytes:
-            raise Damaged(name, f"a difference of {nbytes} bytes", f"{claimed} bytes")
-        plain = zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError as error:
-        raise Damaged(name, "bytes of zstd", str(error)) from error
-    if nbytes % itemsize:
-        raise Damaged(name, f"numbers of {itemsize} bytes", f"{nbytes} bytes")
-    planes = np.frombuffer(plain, np.uint8).reshape(itemsize, -1)
-    found = np.ascontiguousarray(planes.T).reshape(-1)
-    return np.bitwise_xor(found, np.frombuffer(before, np.uint8)).data

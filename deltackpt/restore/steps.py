@@ -27,7 +27,7 @@ from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import bounds, point_files, reader, replay, saves
+from deltackpt.reading import bounds, logged_dense, point_files, reader, replay, saves
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
@@ -248,8 +248,8 @@ class StepReader:
                 self._root.check_step_files(found.target.step_dir)
             replay_from = found.way if point is None else None
             if replay_from is not None:
-                of_marks = replay.dense_of(replay_from), replay.items_of(replay_from)
-                point = LoggedState(*of_marks, rows={})
+                leaves = logged_dense.dense_of(replay_from)
+                point = LoggedState(leaves, replay.items_of(replay_from), rows={})
             if point is not None and found.target.layout.dense:
                 files = DenseFiles(point.dense)
                 held.callback(files.close)

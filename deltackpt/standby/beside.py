@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from deltackpt.format.manifest import Layout
-from deltackpt.reading import point_files, replay
-from deltackpt.reading.replay import DenseKept, LoggedState, SeenRows
+from deltackpt.reading import logged_dense, point_files, replay
+from deltackpt.reading.logged_dense import DenseKept
+from deltackpt.reading.replay import LoggedState, SeenRows
 from deltackpt.standby import files
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.holding import Goal
@@ -30,7 +31,8 @@ class Beside:
         self._most_bytes = most_bytes
         self._logged = None
         if found is None and goal.full is not None:
-            self._logged = replay.dense_of(goal.full, kept), replay.items_of(goal.full)
+            dense = logged_dense.dense_of(goal.full, kept)
+            self._logged = dense, replay.items_of(goal.full)
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
         """Holds the files of a point.

@@ -39,8 +39,9 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import merge, reader, saves
+from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.merge import Target
-from deltackpt.reading.replay import DenseKept, SeenRows
+from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Way
 from deltackpt.reading.targets import Targets

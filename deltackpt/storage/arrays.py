@@ -79,6 +79,11 @@ def array_entry(
     )
 
 
+def zstd_level(entry: ArrayEntry) -> int:
+    """At which level chunks of a compressed array are."""
+    return _PLANES_ZSTD_LEVEL if entry.byte_planes else _ZSTD_LEVEL
+
+
 def chunk_bytes(entry: ArrayEntry) -> int:
     """Bytes of a file of an uncompressed chunk, its CRC32C included."""
     row_bytes = int(np.prod(entry.shape[1:], dtype=np.int64)) * np.dtype(entry.dtype).itemsize
@@ -283,8 +288,7 @@ def metadata_of(entry: ArrayEntry) -> dict[str, Any]:
         last = len(entry.shape) - 1
         codecs.insert(0, {"name": "transpose", "configuration": {"order": [last, *range(last)]}})
     if entry.compressed:
-        level = _PLANES_ZSTD_LEVEL if entry.byte_planes else _ZSTD_LEVEL
-        codecs.append({"name": "zstd", "configuration": {"level": level}})
+        codecs.append({"name": "zstd", "configuration": {"level": zstd_level(entry)}})
     codecs.append({"name": "crc32c"})
     grid = {"chunk_shape": [entry.chunk_rows, *entry.shape[1:]]}
     return {

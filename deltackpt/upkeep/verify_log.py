@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from deltackpt.errors import Damaged, FormatTooNew, StorageError
 from deltackpt.format import frames, names
-from deltackpt.format.frames import DenseHead, DenseValue, Kind
+from deltackpt.format.frames import DenseHead, Kind
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
-from deltackpt.reading import replay
-from deltackpt.reading.log_files import Break, FrameAt, Mark
+from deltackpt.reading import logged_dense, replay
+from deltackpt.reading.log_files import Break, FrameAt, Mark, ProcessLog
 from deltackpt.reading.log_places import LogPlaces
 from deltackpt.reading.log_states import LogState, StretchState, log_state
+from deltackpt.reading.logged_dense import DenseKept, ProcessDense
 from deltackpt.reading.meter import Meter
 from deltackpt.reading.stretches import Covering, Era, Leg, LogPoint, Way, coverings
 from deltackpt.reading.targets import Targets
@@ -102,18 +104,17 @@ class _LogAudit:
 
     def _verify(self, era: Era) -> None:
         self.file_count += 1
-        dense: dict[SaveId, list[tuple[DenseValue, bytes]]] = {}
+        dense: dict[SaveId, list[_Value]] = {}
         for process, log in era.processes.items():
             self.file_count += len(log.log.segments)
             for one in log.log.breaks:
                 self._look_at_break(one, era, process)
             marks = sorted(log.by_id.values(), key=lambda mark: mark.save_id.attempt)
             self._meter.expect(sum(mark.nbytes for mark in marks))
-            reader = _DenseCheck(marks)
+            dense_check = _DenseCheck(era.head.stretch, process, log.log, marks)
             for mark in marks:
                 self._check_rows(era, process, mark)
-                for value, text in reader.check(mark, self._void):
-                    dense.setdefault(mark.save_id, []).append((value, text))
+                dense.setdefault(mark.save_id, []).extend(dense_check.check(mark, self._void))
                 self._meter.add(mark.nbytes)
         for point in era.points():
             known = point.save_id in self._broken.point or point.save_id in self._trimmed
@@ -156,14 +157,12 @@ class _LogAudit:
             self._tell(_object_of(error), error)
             self._broken.point.setdefault(mark.save_id, self.problems[-1].object_name)
 
-    def _check_keys(
-        self, head: StretchHead, point: LogPoint, values: Collection[tuple[DenseValue, bytes]]
-    ) -> None:
+    def _check_keys(self, head: StretchHead, point: LogPoint, values: Collection[_Value]) -> None:
         """Whether all processes together have the keys that their arrays imply."""
-        keys = {value.key for value, _ in values if not value.file}
+        keys = {value.key for value in values if not value.file}
         tail = f"/{ocdbt.ZARRAY}"
         described = {
-            value.key.removesuffix(tail): text for value, text in values if value.key.endswith(tail)
+            value.key.removesuffix(tail): value.text for value in values if value.key.endswith(tail)
         }
         try:
             missing = ocdbt.implied(described) ^ keys
@@ -260,24 +259,39 @@ def _object_of(error: Exception) -> str:
 _Void = Callable[[Mark, Damaged | StorageError | str], None]
 
 
+class _Value(NamedTuple):
+    """A value of a mark: of one that describes an array its bytes, of others none."""
+
+    file: bool
+    key: str
+    text: bytes
+
+    @classmethod
+    def of(cls, file: bool, key: str, data: memoryview) -> _Value:
+        """What is to be known of it."""
+        return cls(file, key, bytes(data) if key.endswith(f"/{ocdbt.ZARRAY}") else b"")
+
+
 class _DenseCheck:
     """Checks the dense leaves of the marks of one process, oldest first."""
 
-    def __init__(self, marks: Sequence[Mark]):
-        every = [frame for mark in marks for frame in mark.frames if frame.kind == Kind.DENSE]
+    def __init__(self, stretch: int, process: int, log: ProcessLog, marks: Sequence[Mark]):
+        self._reader = ProcessDense(stretch, process, log)
+        self._before = DenseKept()
+        #: Numbers of calls whose marks hold blocks that are not whole, likewise.
+        self._broken_marks: dict[int, str] = {}
+        every = [frame for mark in marks for frame in mark.frames_of(Kind.DENSE)]
         #: Frames that others are the difference to; these alone are kept until then.
         self._wanted = {value.against for frame in every for value in frame.head.values}
         self._held: dict[int, dict[str, memoryview]] = {}
         #: Frames that are not whole, to what was wrong first.
         self._broken: dict[int, str] = {}
 
-    def check(self, mark: Mark, void: _Void) -> list[tuple[DenseValue, bytes]]:
-        """The values of a mark; the bytes of those that describe arrays, of others none."""
-        found: list[tuple[DenseValue, bytes]] = []
+    def check(self, mark: Mark, void: _Void) -> list[_Value]:
+        """The values of a mark."""
+        found = self._check_blocks(mark, void)
         held: dict[int, dict[str, memoryview]] = {}
-        for frame in mark.frames:
-            if frame.kind != Kind.DENSE:
-                continue
+        for frame in mark.frames_of(Kind.DENSE):
             head: DenseHead = frame.head
             known = (self._broken.get(value.against or 0) for value in head.values)
             if (cause := next(filter(None, known), None)) is not None:
@@ -292,12 +306,29 @@ class _DenseCheck:
                 continue
             if frame.place.seq in self._wanted:
                 held[frame.place.seq] = values
-            for value in head.values:
-                described = value.key.endswith(f"/{ocdbt.ZARRAY}")
-                found.append((value, bytes(values[value.key]) if described else b""))
+            found += [_Value.of(one.file, one.key, values[one.key]) for one in head.values]
         if mark.full:
             self._held = held
         return found
+
+    def _check_blocks(self, mark: Mark, void: _Void) -> list[_Value]:
+        own, number = mark.frames_of(Kind.BLOCKS), mark.save_id.attempt
+        if not own:
+            return []
+        known = (self._broken_marks.get(logged_dense.against_of(frame) or 0) for frame in own)
+        if (cause := next(filter(None, known), None)) is not None:
+            self._broken_marks[number] = cause
+            void(mark, cause)
+            return []
+        now = DenseKept()
+        try:
+            values = self._reader.blocks_of(mark, self._before, now)
+        except (Damaged, StorageError) as error:
+            self._broken_marks[number] = _object_of(error)
+            void(mark, error)
+            return []
+        self._before = now
+        return [_Value.of(file, key, data) for (file, key), data in values.items()]
 
     def _decoded(self, frame: FrameAt) -> dict[str, memoryview]:
         head: DenseHead = frame.head
@@ -310,7 +341,7 @@ class _DenseCheck:
                 if before is None or before.nbytes != value.decoded_bytes:
                     wanted = f"the value of {value.key} in frame {value.against} before"
                     raise Damaged(frame.name, wanted, "none")
-                data = replay.undiffered(data, before, value.itemsize, frame.name)
+                data = logged_dense.undiffered(data, before, value.itemsize, frame.name)
             found[value.key] = data
         return found
 

@@ -2,7 +2,7 @@
 """Trains with a mark at every step, is killed ten times, and goes on from the newest mark.
 
 python examples/dlrm_jax/demo_log.py                  # the thesis's DLRM, synthetic traffic
-python examples/dlrm_jax/demo_log.py --dense xor      # a third of the bytes
+python examples/dlrm_jax/demo_log.py --dense delta    # a third of the bytes
 
 A kill takes the step in computation, and at most one whose ``log()`` had returned where a step
 takes at least twice as long as a mark until it is durable. That is counted from what the trainer
@@ -208,7 +208,7 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--dense", choices=["whole", "xor"], default="whole", help="the MLPs of a mark")
+    add("--dense", choices=["whole", "delta"], default="whole", help="the MLPs of a mark")
     add("--scale", type=float, default=1.0, help="factor on the tables' rows")
     add("--steps", type=int, default=80, help="of the training")
     add("--kills", type=int, default=10, help="of the trainer")

@@ -227,7 +227,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--endpoint", help="server of a bucket, where it is not the provider's own")
     add("--bytes-per-sec", type=float, help="the most that is sent to a bucket; default: all")
     add("--save-every", type=int, default=20, help="steps between saves")
-    add("--log", choices=["whole", "xor", "soft"], help="log every step, and how its MLPs")
+    add("--log", choices=["whole", "delta", "soft"], help="log every step, and how its MLPs")
     add("--policy", choices=sorted(POLICIES), default="consecutive", help="base or delta")
     add("--codec", default="raw", help="of the rows of deltas, e.g. adaptive4")
     add("--max-error", type=float, help="relative l2 error that a save may make; default: any")

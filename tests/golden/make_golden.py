@@ -8,12 +8,14 @@ the same as ``v<n>``, in records that repeat their version in the body; ``encodi
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
 ``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base.
-``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point.
+``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point;
+from ``log-v2`` on dense leaves are blocks, and arrays are compressed.
 ``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -23,7 +25,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -301,11 +303,31 @@ def logged_state_at(step: int, run: int) -> dict:
     }
 
 
-def log_run(root: Path, run: int, steps: range, dense: Any) -> None:
+def logged_blocks_at(step: int, run: int) -> dict:
+    """The same with dense leaves of several blocks, whose marks follow the marks before."""
+    state = logged_state_at(step, run)
+    wide = np.arange(1500, dtype=np.float64).reshape(3, 500) / (step + run)
+    brain = np.arange(2500, dtype=np.float64) / 7
+    brain[:256] += 3 * step
+    brain[step % 10 :: 100] += step + run
+    frozen = np.arange(1024, dtype=np.float32)
+    state["dense"] |= {
+        "wide": jnp.asarray(wide.astype(np.float32)),
+        "mean": jnp.asarray((wide - 100).astype(np.float32)),
+        "brain": jnp.asarray(brain.astype(np.float32)).astype(jnp.bfloat16),
+        "frozen": jnp.asarray(frozen),
+    }
+    return state
+
+
+def log_run(root: Path, run: int, steps: range, logged: Logged) -> None:
     """Logs the steps of a run, which begins with a base, or goes on from a point."""
-    options = deltackpt.ManagerOptions(log=deltackpt.LogOptions(dense=dense))
-    with deltackpt.CheckpointManager(root, handlers=LOGGED_HANDLERS, options=options) as manager:
-        before = logged_state_at(steps[0] - 1, run)
+    options = deltackpt.ManagerOptions(
+        log=deltackpt.LogOptions(dense=logged.modes[run]),
+        dense=deltackpt.Dense(codec=logged.codec, max_error=None),
+    )
+    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
+        before = logged.state_at(steps[0] - 1, run)
         touched = deltackpt.touched.init(
             {f"tables/{name}": leaf for name, leaf in before["tables"].items()}
         )
@@ -323,7 +345,7 @@ def log_run(root: Path, run: int, steps: range, dense: Any) -> None:
                 warnings.simplefilter("ignore")
                 manager.log(
                     step,
-                    logged_state_at(step, run),
+                    logged.state_at(step, run),
                     touched=touched,
                     items={"position": {"step": step, "run": run}, "raw": bytes([step, run])},
                     full=False if step in SOFT else None,
@@ -339,18 +361,55 @@ def _with_odd(rows: jnp.ndarray) -> jnp.ndarray:
     return jnp.concatenate([rows, jnp.asarray([1])])
 
 
-def write_log(root: Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class Logged:
+    """What the golden logs of a version hold.
+
+    Attributes:
+      state_at: the state at a step of a run.
+      modes: how each run keeps dense leaves.
+      handlers: of the manager.
+      codec: of dense leaves.
+    """
+
+    state_at: Callable[[int, int], dict]
+    modes: Sequence[Any] = ("whole", "delta")
+    handlers: Mapping[str, Any] = dataclasses.field(default_factory=lambda: LOGGED_HANDLERS)
+    codec: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+#: By version of frames. Those of the first had ``xor`` in the place of ``delta``.
+LOGGED = {
+    1: Logged(logged_state_at),
+    2: Logged(
+        logged_blocks_at,
+        modes=("delta", "delta"),
+        handlers={
+            "embeddings": dataclasses.replace(
+                LOGGED_HANDLERS["embeddings"],
+                codec={
+                    "tables/coarse": deltackpt.CodecChoice(delta="int8", base="raw"),
+                    "tables/users": deltackpt.CodecChoice(delta="lossless", base="raw"),
+                },
+            )
+        },
+        codec={"dense/wide": "ef8", "dense/mean": "int8"},
+    ),
+}
+
+
+def write_log(root: Path, logged: Logged) -> None:
     """Writes a base and the logs of two runs, and what its points hold."""
-    log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), "whole")
-    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), "xor")
+    log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), logged)
+    log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), logged)
     for leftover in root.glob("lease.*"):
         leftover.unlink(missing_ok=True)
     found = {}
     options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(root, handlers=LOGGED_HANDLERS, options=options) as manager:
+    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
         for point in manager.points():
             run = int(point.step > GOES_ON_FROM)
-            state = manager.restore(point, logged_state_at(point.step, run)).state
+            state = manager.restore(point, logged.state_at(point.step, run)).state
             found[str(point.step)] = digests(state)
     (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -435,9 +494,9 @@ def main() -> None:
     packed = HERE / "pack-v1"
     if not packed.exists():
         write_pack(packed)
-    logged = HERE / f"log-v{frames.VERSION}"
-    if not logged.exists():
-        write_log(logged)
+    at = HERE / f"log-v{frames.VERSION}"
+    if not at.exists():
+        write_log(at, LOGGED[frames.VERSION])
     blocks = HERE / f"dense-v{manifest.FORMAT_VERSION}"
     if not blocks.exists():
         write_dense(blocks)

@@ -144,7 +144,7 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
         "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
         "ids": random_.random() < 0.5,
         "log_options": {
-            "dense": random_.choice(("whole", "xor")),
+            "dense": random_.choice(("whole", "delta")),
             "dense_every": random_.choice((1, 1, 3)),
             # So that log() saves some of the steps by itself.
             "most_bytes": random_.choice((1.0, 1.0, 1e-3)),

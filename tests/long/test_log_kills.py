@@ -159,7 +159,7 @@ def _drawn(random_: random.Random) -> dict:
         "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
         "retention": random_.choice((1, 2, 4)),
         "log": {
-            "dense": random_.choice(("whole", "xor")),
+            "dense": random_.choice(("whole", "delta")),
             "dense_every": random_.choice((1, 1, 3)),
             "backend": {"segment_bytes": 1 << 16},
         },

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from deltackpt import units
 from deltackpt.errors import DeltackptError
-from deltackpt.format.frames import DenseHead
+from deltackpt.format.frames import BlocksHead, DenseHead, Head
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.log_places import LogPlaces
 from deltackpt.reading.log_states import LogState, log_state
@@ -156,11 +156,7 @@ def _length(way: Way) -> Finding:
     """How much a restore replays, against what a base would be."""
     groups = way.era.head.groups
     base = sum(group.rows * group.row_bytes for group in groups) + sum(
-        value.decoded_bytes
-        for mark in way.last_marks.values()
-        for frame in mark.frames
-        if isinstance(frame.head, DenseHead)
-        for value in frame.head.values
+        _dense_bytes(frame.head) for mark in way.last_marks.values() for frame in mark.frames
     )
     long = way.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
@@ -175,6 +171,15 @@ def _length(way: Way) -> Finding:
         action="save() more often, or lower LogOptions.most_bytes" if long else "",
         figures={"log_bytes": way.nbytes, "base_bytes": base},
     )
+
+
+def _dense_bytes(head: Head) -> int:
+    """Bytes of dense leaves that a frame is of; of other frames none."""
+    if isinstance(head, DenseHead):
+        return sum(value.decoded_bytes for value in head.values)
+    if isinstance(head, BlocksHead):
+        return sum(value.nbytes for value in head.record.values)
+    return 0
 
 
 def _problem(subject: str, found: str, meaning: str, action: str = "") -> Finding:
