@@ -24,7 +24,6 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
-from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 
@@ -79,7 +78,7 @@ def of_step(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
     *,
-    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues] = orbax_values.of_save,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -97,36 +96,26 @@ def of_step(
     return read_whole(saves, functools.partial(_of_step, wanted=wanted, item_of=item_of))
 
 
-def _of_step(
-    saves: Sequence[StoredSave],
-    *,
-    wanted: Callable[[str], bool],
-    item_of: Callable[[StoredSave], OrbaxValues],
-) -> DenseValues:
-    found, base = sources_of(saves)
-    if not found:
-        assert base is not None
-        return _all_of(item_of(base), wanted)
-    item = None if base is None else _Later(base, item_of)
-    return values_of(found, item, saves[-1].name, wanted)
-
-
-class _Later(NamedTuple):
-    """The item of a base, sought only where deltas do not complete all: it may be gone else."""
-
-    save: StoredSave
-    item_of: Callable[[StoredSave], OrbaxValues]
-
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
-        """See ``Base``."""
-        self.item_of(self.save).fill(into)
-
-
 def listed(save: StoredSave) -> list[BlockedValue]:
     """The values of the dense item of a save that has them as blocks; none of another one."""
     if save.head.dense_blocks is None:
         return []
     return [value for source in sources(save) for value in source.record.values]
+
+
+def _of_step(
+    saves: Sequence[StoredSave],
+    *,
+    wanted: Callable[[str], bool],
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues],
+) -> DenseValues:
+    found, base = sources_of(saves)
+    if not found:
+        assert base is not None
+        return _all_of(item_of(base), wanted)
+
+    opened = None if base is None else functools.partial(item_of, base)
+    return values_of(found, opened, saves[-1].name, wanted)
 
 
 def sources_of(
@@ -144,13 +133,25 @@ def sources_of(
     return found, None
 
 
-def _all_of(base: OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
+def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
     keys = [key for key in base.keys() if key[0] or wanted(key[1])]
     found = base.read(keys)
     return DenseValues(
         {key: data for (file, key), data in found.items() if not file},
         {key: data for (file, key), data in found.items() if file},
     )
+
+
+def check_segment(source: Source, segment: Segment) -> None:
+    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+
+    Raises:
+      Damaged: it has not, its codec is not known, or its row numbers cannot be.
+    """
+    if segment.group == PLAIN:
+        return
+    dense_work.check_arrays(segment, source.name)
+    rows_of(source, segment)
 
 
 def sources(save: StoredSave) -> Iterator[PartSource]:
@@ -169,7 +170,7 @@ def sources(save: StoredSave) -> Iterator[PartSource]:
 
 def values_of(
     sources: Sequence[Sequence[Source]],
-    base: Base | None,
+    base: Callable[[], Base] | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
 ) -> DenseValues:
@@ -177,7 +178,8 @@ def values_of(
 
     Args:
       sources: what the processes wrote of each, newest first.
-      base: of the oldest one's parent; None where it has none.
+      base: opens the item of the oldest one's parent, called only where saves do not complete
+        everything: it may be gone where they do; None where there is none.
       name: how errors name the newest.
       wanted: as for ``of_step``.
 
@@ -199,7 +201,7 @@ def values_of(
 def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
     """Values that some saves do not complete, and their bytes: those that a base must have.
 
-    Row numbers and plain values are read, and no codes.
+    Row numbers are read, and no codes.
 
     Args:
       sources: as for ``values_of``.
@@ -210,16 +212,14 @@ def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
     """
 
     def nowhere(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if len(shape) == 1:
-            return np.empty(shape, dtype)
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    filling, lanes = Filling.of(sources[0], name, lambda key: True, buffer=nowhere), Lanes()
-    for save in sources:
+    filling = Filling.of(sources[0], name, lambda key: True, buffer=nowhere)
+    for each in sources:
         if filling.complete:
             break
-        for source in save:
-            _add(source, filling, lanes)
+        for source in each:
+            _add(source, filling, None)
     return filling.missing()
 
 
@@ -299,7 +299,7 @@ class Filling:
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")
         return found
 
-    def fill_from(self, base: Base | None) -> None:
+    def fill_from(self, base: Callable[[], Base] | None) -> None:
         """Takes what no save completes from the base."""
         missing = {key: leaf for key, leaf in self._leaves.items() if leaf.missing.any()}
         if not missing:
@@ -307,7 +307,7 @@ class Filling:
         if base is None:
             shown = ", ".join(key for _, key in list(missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        base.fill({key: leaf.bytes for key, leaf in missing.items()})
+        base().fill({key: leaf.bytes for key, leaf in missing.items()})
         for leaf in missing.values():
             leaf.data.reshape(-1)[leaf.count :] = np.zeros((), leaf.data.dtype)
 
@@ -319,8 +319,11 @@ class Filling:
         )
 
 
-def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
-    """Adds what is needed of a source; what it completes is not missing any longer."""
+def _add(source: Source, filling: Filling, lanes: Lanes | None) -> None:
+    """Adds what is needed of a source; what it completes is not missing any longer.
+
+    Without lanes nothing is read but row numbers.
+    """
     wanted = {
         value: leaf
         for value in source.record.values
@@ -329,7 +332,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
     done: list[tuple[Leaf, np.ndarray | slice]] = []
     for segment in source.record.segments:
         if segment.group == PLAIN:
-            found = _fill_plain(source, segment, wanted)
+            found = _fill_plain(source, segment, wanted, read=lanes is not None)
             done += ((leaf, slice(0, 1)) for leaf in found)
             continue
         of_group = [(v, leaf) for v, leaf in wanted.items() if v.group == segment.group]
@@ -342,6 +345,10 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
         if not parts:
+            continue
+        if lanes is None:
+            if not dense_work.codec_of(segment, source.name).relative:
+                done += ((leaf, numbers) for _, numbers, leaf in parts)
             continue
         for start, stop, chunk in dense_work.chunks_of(source, segment):
             for at, numbers, leaf in parts:
@@ -358,20 +365,21 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
 
 
 def _fill_plain(
-    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf]
+    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf], *, read: bool
 ) -> Iterator[Leaf]:
     """Fills plain values, all of which the newest save that has them completes."""
     values = [(value, leaf) for value, leaf in wanted.items() if value.plain]
     if all(value.at is None for value, _ in values):
         return
     [entry] = segment.arrays
-    data = source.read(segment, entry, 0, segment.count)
+    data = source.read(segment, entry, 0, segment.count) if read else None
     for value, leaf in values:
         if value.at is None:
             continue
-        if value.at + value.count > len(data):
-            raise Damaged(source.name, "plain values within their bytes", f"{len(data)}")
-        leaf.data[:] = data[value.at : value.at + value.count]
+        if value.at + value.count > segment.count:
+            raise Damaged(source.name, "plain values within their bytes", f"{segment.count}")
+        if data is not None:
+            leaf.data[:] = data[value.at : value.at + value.count]
         yield leaf
 
 

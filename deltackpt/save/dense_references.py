@@ -47,7 +47,7 @@ class Hashes(NamedTuple):
         """Hashes blocks, (blocks, 256) and contiguous."""
         flat = data.reshape(-1).view(np.uint8)
         starts = range(0, flat.size, HASHED_BYTES)
-        digests = [xxhash.xxh3_128_digest(flat[at : at + HASHED_BYTES]) for at in starts]
+        digests = [xxhash.xxh3_128_digest(flat[at : at + HASHED_BYTES].data) for at in starts]
         return cls(data.shape, data.dtype, digests)
 
     def changed(self, data: np.ndarray) -> np.ndarray:

@@ -57,7 +57,9 @@ class DenseChain(NamedTuple):
         """
         if not self.sources:
             return
-        item = self._item() if self.missing else None
+        if self.missing:
+            self._check_lengths()
+        item = self._item if self.missing else None
         found = dense_values.values_of(self.sources, item, self.name, _describes)
         keys = {
             value.key
@@ -67,18 +69,20 @@ class DenseChain(NamedTuple):
         }
         check_keys(self.name, keys, found.values)
 
-    def _item(self) -> OrbaxValues:
-        """The item of the base, which has what is missing."""
-        if self.base is None:
-            shown = ", ".join(key for _, key in list(self.missing)[:3])
-            raise Damaged(self.name, f"dense leaves down to a base: {shown}", "none")
-        known = orbax_values.of_save(self.base)
-        item = OrbaxValues(known.at, None, known.name)
+    def _check_lengths(self) -> None:
+        item = self._item()
         for key, nbytes in self.missing.items():
             if (found := item.nbytes(key)) != nbytes:
                 expected = f"{nbytes} bytes of {key[1]}, from which {self.name} goes on"
                 raise Damaged(item.name, expected, "none" if found is None else f"{found}")
-        return item
+
+    def _item(self) -> OrbaxValues:
+        """The item of the base, which is to have what is missing."""
+        if self.base is None:
+            shown = ", ".join(key for _, key in list(self.missing)[:3])
+            raise Damaged(self.name, f"dense leaves down to a base: {shown}", "none")
+        known = orbax_values.of_save(self.base)
+        return OrbaxValues(known.at, None, known.name)
 
 
 def check_keys(name: str, keys: Iterable[str], values: Mapping[str, memoryview]) -> None:

@@ -16,7 +16,7 @@ from deltackpt.format import blocks, dense_blocks, manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
-from deltackpt.reading import bounds, dense_values, dense_work, reader
+from deltackpt.reading import bounds, dense_values, reader
 from deltackpt.reading.dense_values import PartSource
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
@@ -101,7 +101,7 @@ def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
             yield f"{folder}/{segment.name}{below}", wanted, found
         if wrong:
             continue
-        dense_work.check_arrays(source, segment)
+        dense_values.check_segment(source, segment)
         if segment.group != PLAIN:
             held.setdefault(segment.group, []).append(dense_values.rows_of(source, segment))
         elif segment.count != (total := dense_blocks.plain_bytes(source.record)):
