@@ -26,6 +26,7 @@ from deltackpt.format.dense_blocks import BlockedValue
 from deltackpt.reading import dense_values
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.saves import StoredSave
+from deltackpt.resources import memory
 from deltackpt.storage import digests, files, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
@@ -33,8 +34,9 @@ from deltackpt.storage.ocdbt import ZARRAY, Value
 from deltackpt.upkeep.dense_chain import check_keys
 from deltackpt.upkeep.plan import Plan
 
-#: Of the bytes of a piece: decoded, and in the files that TensorStore makes of them in memory.
-_COPIES = 2
+#: Of the bytes of a piece: decoded, in the files that TensorStore makes of them in memory, and what
+#: is stored of it along the chain, and is read past to be verified.
+_COPIES = 4
 #: What is read at a time, as stored and decoded, by all readers.
 _READ_BYTES = 8 << 20
 
@@ -109,13 +111,17 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
         found = dense_values.of_step(chain, wanted.__contains__)
         keys |= found.values.keys()
         described |= {
-            key: value for key, value in found.values.items() if key.endswith(f"/{ZARRAY}")
+            key: memoryview(bytes(value))
+            for key, value in found.values.items()
+            if key.endswith(f"/{ZARRAY}")
         }
         alone = len(pieces) == 1
         database = item if alone else ocdbt.process_directory(item, number)
         ocdbt.write(database, _values(found), batch, nodes_apart=not alone)
         if not number:
             _write_files(item, found, batch)
+        del found
+        memory.trim_memory()
     # Before the merge, which checks the same: what is wrong is of the chain, not of the files here.
     check_keys(chain[-1].name, keys, described)
     batch.force()
