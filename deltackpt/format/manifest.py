@@ -238,7 +238,8 @@ class Manifest:
     segments: tuple[Segment, ...]
     dense: tuple[DenseLeaf, ...] = ()
     tracking_paths: tuple[KeyPath, ...] = ()
-    #: Which digest files were promised: "item", and "step" under our own commit.
+    #: Which digest files were promised: "item", and "step" under our own commit. "dense" where
+    #: the item of a compacted base holds Orbax's of the dense leaves: those of the item cover it.
     digests: tuple[str, ...] = ("item",)
     #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
     item_digests_crc32c: int = 0
@@ -271,11 +272,6 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
         return _nbytes(self)
-
-    @property
-    def own_nbytes(self) -> int:
-        """Likewise of its own part alone."""
-        return _own_nbytes(self)
 
     @property
     def group_by_name(self) -> dict[str, GroupEntry]:
@@ -342,10 +338,6 @@ class Outline:
 def _nbytes(record: Any) -> int:
     if record.parts:
         return sum(part.nbytes for part in record.parts)
-    return _own_nbytes(record)
-
-
-def _own_nbytes(record: Any) -> int:
     dense = () if record.dense_blocks is None else record.dense_blocks.segments
     segments = (*record.segments, *dense)
     return record.dense_bytes + sum(entry.nbytes for one in segments for entry in one.arrays)

@@ -429,7 +429,8 @@ class Restorer:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         split = tables.split(state, run.choice)
-        if not split.layout.dense:
+        # Orbax's item of a delta goes with its step, once that is compacted: what follows is whole.
+        if not split.layout.dense or not found.target.has_dense:
             return
         try:
             chain = saves.read_chain(found.target.step_dir, run.item)

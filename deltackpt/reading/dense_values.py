@@ -77,6 +77,8 @@ class PartSource:
 def of_step(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues] = orbax_values.of_save,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -85,26 +87,50 @@ def of_step(
     Args:
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
+      item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted))
+    return read_whole(saves, functools.partial(_of_step, wanted=wanted, item_of=item_of))
 
 
-def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
-    sources, base = [], None
+def listed(save: StoredSave) -> list[BlockedValue]:
+    """The values of the dense item of a save that has them as blocks; none of another one."""
+    if save.head.dense_blocks is None:
+        return []
+    return [value for source in sources(save) for value in source.record.values]
+
+
+def _of_step(
+    saves: Sequence[StoredSave],
+    *,
+    wanted: Callable[[str], bool],
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues],
+) -> DenseValues:
+    found, base = sources_of(saves)
+    if not found:
+        assert base is not None
+        return _all_of(item_of(base), wanted)
+
+    opened = None if base is None else functools.partial(item_of, base)
+    return values_of(found, opened, saves[-1].name, wanted)
+
+
+def sources_of(
+    saves: Sequence[StoredSave],
+) -> tuple[list[list[PartSource]], StoredSave | None]:
+    """What the deltas of a chain hold as blocks, newest first, and the save that they go on from.
+
+    None where the oldest of the chain holds blocks too.
+    """
+    found = []
     for save in reversed(saves):
         if save.head.dense_blocks is None:
-            base = orbax_values.of_save(save)
-            break
-        sources.append([*_sources(save)])
-    name = saves[-1].name
-    if not sources:
-        assert base is not None
-        return _all_of(base, wanted)
-    return values_of(sources, base, name, wanted)
+            return found, save
+        found.append([*sources(save)])
+    return found, None
 
 
 def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
@@ -116,7 +142,24 @@ def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> De
     )
 
 
-def _sources(save: StoredSave) -> Iterator[PartSource]:
+def check_segment(source: Source, segment: Segment) -> None:
+    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+
+    Raises:
+      Damaged: it has not, its codec is not known, or its row numbers cannot be.
+    """
+    if segment.group == PLAIN:
+        return
+    dense_work.check_arrays(segment, source.name)
+    rows_of(source, segment)
+
+
+def sources(save: StoredSave) -> Iterator[PartSource]:
+    """What each process wrote of the dense leaves of a save that has them as blocks.
+
+    Raises:
+      Damaged: a manifest is missing or altered, or has none.
+    """
     for part in save.parts():
         record = part.record.dense_blocks
         if record is None:
@@ -127,7 +170,7 @@ def _sources(save: StoredSave) -> Iterator[PartSource]:
 
 def values_of(
     sources: Sequence[Sequence[Source]],
-    base: Base | None,
+    base: Callable[[], Base] | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
 ) -> DenseValues:
@@ -135,7 +178,8 @@ def values_of(
 
     Args:
       sources: what the processes wrote of each, newest first.
-      base: of the oldest one's parent; None where it has none.
+      base: opens the item of the oldest one's parent, called only where saves do not complete
+        everything: it may be gone where they do; None where there is none.
       name: how errors name the newest.
       wanted: as for ``of_step``.
 
@@ -152,6 +196,31 @@ def values_of(
         filling.fill_from(base)
         lanes.run(pool)
     return filling.values()
+
+
+def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
+    """Values that some saves do not complete, and their bytes: those that a base must have.
+
+    Row numbers are read, and no codes.
+
+    Args:
+      sources: as for ``values_of``.
+      name: likewise.
+
+    Raises:
+      Damaged: something is missing or altered, or cannot be.
+    """
+
+    def nowhere(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    filling = Filling.of(sources[0], name, lambda key: True, buffer=nowhere)
+    for each in sources:
+        if filling.complete:
+            break
+        for source in each:
+            _add(source, filling, None)
+    return filling.missing()
 
 
 def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
@@ -181,7 +250,14 @@ class Filling:
         self._name = name
 
     @classmethod
-    def of(cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool]) -> Filling:
+    def of(
+        cls,
+        newest: Sequence[Source],
+        name: str,
+        wanted: Callable[[str], bool],
+        *,
+        buffer: Callable[[tuple[int, ...], np.dtype], np.ndarray] = memory.empty_buffer,
+    ) -> Filling:
         """What the newest save says that there is, all of it missing."""
         leaves: dict[Key, Leaf] = {}
         for source in newest:
@@ -191,9 +267,17 @@ class Filling:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
                 if value.file or wanted(value.key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
-                    data = memory.empty_buffer(shape, dtype_of(value.dtype))
+                    data = buffer(shape, dtype_of(value.dtype))
                     leaves[key] = Leaf(key, data, value.count)
         return cls(leaves, name)
+
+    def missing(self) -> dict[Key, int]:
+        """What no save completes so far, and its bytes."""
+        return {
+            key: leaf.count * leaf.data.itemsize
+            for key, leaf in self._leaves.items()
+            if leaf.missing.any()
+        }
 
     @property
     def complete(self) -> bool:
@@ -215,7 +299,7 @@ class Filling:
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")
         return found
 
-    def fill_from(self, base: Base | None) -> None:
+    def fill_from(self, base: Callable[[], Base] | None) -> None:
         """Takes what no save completes from the base."""
         missing = {key: leaf for key, leaf in self._leaves.items() if leaf.missing.any()}
         if not missing:
@@ -223,7 +307,7 @@ class Filling:
         if base is None:
             shown = ", ".join(key for _, key in list(missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        base.fill({key: leaf.bytes for key, leaf in missing.items()})
+        base().fill({key: leaf.bytes for key, leaf in missing.items()})
         for leaf in missing.values():
             leaf.data.reshape(-1)[leaf.count :] = np.zeros((), leaf.data.dtype)
 
@@ -235,8 +319,11 @@ class Filling:
         )
 
 
-def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
-    """Adds what is needed of a source; what it completes is not missing any longer."""
+def _add(source: Source, filling: Filling, lanes: Lanes | None) -> None:
+    """Adds what is needed of a source; what it completes is not missing any longer.
+
+    Without lanes nothing is read but row numbers.
+    """
     wanted = {
         value: leaf
         for value in source.record.values
@@ -246,11 +333,11 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
     taken = {leaf: np.zeros(len(leaf.missing), bool) for leaf in wanted.values()}
     for segment in source.record.segments:
         if segment.group == PLAIN:
-            found = _fill_plain(source, segment, wanted)
+            found = _fill_plain(source, segment, wanted, read=lanes is not None)
             done += ((leaf, slice(0, 1)) for leaf in found)
             continue
         of_group = [(v, leaf) for v, leaf in wanted.items() if v.group == segment.group]
-        rows = _rows_of(source, segment) if of_group else range(0)
+        rows = rows_of(source, segment) if of_group else range(0)
         parts = []
         for value, leaf in of_group:
             assert value.at is not None
@@ -262,6 +349,10 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
         if not parts:
+            continue
+        if lanes is None:
+            if not dense_work.codec_of(segment, source.name).relative:
+                done += ((leaf, numbers) for _, numbers, leaf in parts)
             continue
         for start, stop, chunk in dense_work.chunks_of(source, segment):
             for at, numbers, leaf in parts:
@@ -277,24 +368,30 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
 
 
 def _fill_plain(
-    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf]
+    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf], *, read: bool
 ) -> Iterator[Leaf]:
     """Fills plain values, all of which the newest save that has them completes."""
     values = [(value, leaf) for value, leaf in wanted.items() if value.plain]
     if all(value.at is None for value, _ in values):
         return
     [entry] = segment.arrays
-    data = source.read(segment, entry, 0, segment.count)
+    data = source.read(segment, entry, 0, segment.count) if read else None
     for value, leaf in values:
         if value.at is None:
             continue
-        if value.at + value.count > len(data):
-            raise Damaged(source.name, "plain values within their bytes", f"{len(data)}")
-        leaf.data[:] = data[value.at : value.at + value.count]
+        if value.at + value.count > segment.count:
+            raise Damaged(source.name, "plain values within their bytes", f"{segment.count}")
+        if data is not None:
+            leaf.data[:] = data[value.at : value.at + value.count]
         yield leaf
 
 
-def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
+def rows_of(source: Source, segment: Segment) -> blocks.Rows:
+    """Numbers of the blocks of a segment in its group, ascending.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
     total = sum(value.blocks for value in source.record.of_group(segment.group))
     if segment.ranges is not None:
         rows = blocks.rows_of(segment.ranges)

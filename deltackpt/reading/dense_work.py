@@ -147,12 +147,10 @@ class Chunk:
 
     def _read(self) -> None:
         source, segment = self._source, self._segment
-        entries = {entry.name: entry for entry in segment.arrays}
         found: dict[str, np.ndarray] = {}
         stored = self.codec.stored(dtype_of(segment.group))
         for suffix, array in stored.items():
-            name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
-            entry = _entry(entries, name, array, segment, source.name)
+            entry = _entry(segment, suffix, array, source.name)
             start, stop = (0, entry.shape[0]) if array.ragged else self._range
             found[suffix] = source.read(segment, entry, start, stop)
         if any(array.ragged for array in stored.values()):
@@ -286,14 +284,20 @@ def codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
         raise Damaged(name, f"a codec of {segment.name}", f"{used}") from error
 
 
-def _entry(
-    entries: Mapping[str, ArrayEntry],
-    name: str,
-    array: of_blocks.BlockArray,
-    segment: Segment,
-    shown: str,
-) -> ArrayEntry:
-    found = entries.get(name)
+def check_arrays(segment: Segment, name: str) -> None:
+    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+
+    Raises:
+      Damaged: it has not, or its codec is not known; the source is called ``name``.
+    """
+    stored = codec_of(segment, name).stored(dtype_of(segment.group))
+    for suffix, array in stored.items():
+        _entry(segment, suffix, array, name)
+
+
+def _entry(segment: Segment, suffix: str, array: of_blocks.BlockArray, shown: str) -> ArrayEntry:
+    name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
+    found = next((entry for entry in segment.arrays if entry.name == name), None)
     expected = f"{array.dtype.name} array {name} of {segment.name}"
     if found is None:
         raise Damaged(shown, expected, "none")
