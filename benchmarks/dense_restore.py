@@ -4,7 +4,7 @@
 python benchmarks/dense_restore.py [--megabytes M] [--repeats N]
 
 ``bf16``: weights of which 1 % of the elements change between saves, exact. ``ef4``: AdamW in fp32,
-parameters by ``ef4``, first moments by ``int8``. Each is a base and ten deltas; every measurement is
+parameters by ``ef4``, first moments by ``int8``. Each is a base and ten deltas; each measurement is
 a process of its own, and the ways take turns. A *plain read* is that of the base's dense files into
 fresh memory by two threads. The page cache is warm.
 """
