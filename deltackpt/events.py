@@ -564,9 +564,7 @@ def _figures(event: Event) -> str:
     figures = {name: getattr(event, name) for name in names if name not in left_out}
     if isinstance(event, SaveEvent):
         figures["relative_error"] = event.relative_error
-        if not event.dense:
-            del figures["dense_bytes"]
-        else:
+        if event.dense:
             figures["dense_relative_error"] = event.dense_relative_error
         if event.widened:
             figures["widened"] = [f"{one.leaf}: {one.reason}" for one in event.widened]

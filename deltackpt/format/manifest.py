@@ -274,11 +274,6 @@ class Manifest:
         return _nbytes(self)
 
     @property
-    def own_nbytes(self) -> int:
-        """Likewise of its own part alone."""
-        return _own_nbytes(self)
-
-    @property
     def group_by_name(self) -> dict[str, GroupEntry]:
         """Groups by name."""
         return {group.name: group for group in self.groups}
@@ -343,10 +338,6 @@ class Outline:
 def _nbytes(record: Any) -> int:
     if record.parts:
         return sum(part.nbytes for part in record.parts)
-    return _own_nbytes(record)
-
-
-def _own_nbytes(record: Any) -> int:
     dense = () if record.dense_blocks is None else record.dense_blocks.segments
     segments = (*record.segments, *dense)
     return record.dense_bytes + sum(entry.nbytes for one in segments for entry in one.arrays)

@@ -305,8 +305,16 @@ class _Fold:
             dense=self._layout.dense,
             tracking_paths=self._layout.tracking_paths,
             digests=("item", names.DENSE_ITEM) if self._dense else ("item",),
+            dense_bytes=self._dense_bytes(),
             restores=self._target.head.restores,
         )
+
+    def _dense_bytes(self) -> int:
+        """Bytes of the dense leaves, which those of deltas are compared with."""
+        if self._number:
+            return 0
+        records = [part.record.dense_blocks for part in self._target.parts()]
+        return sum(value.nbytes for record in records if record for value in record.values)
 
     def _share(self) -> Share:
         """What the part says beside the others."""
