@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: bits and error of a row, and how fast rows become stored bytes and rows again.
+"""Codecs: bits and error of rows and of blocks, and how fast they become stored bytes and back.
 
 Encoding is timed from rows in host memory to packed arrays in memory ("encode"), and on to the
 arrays of a step in the page cache, Zarr metadata and checksums included ("encode and store").
-Decoding is timed from stored arrays in memory to rows in their place in a table. All of them use
-two threads, as saves and restores do.
+Decoding is timed from stored arrays in memory to rows in their place in a table. Blocks of dense
+leaves are encoded against what the parent decodes to, unchanged ones found and errors measured on
+the way, and decoded in place. All of them use two threads, as saves and restores do, and all bars
+are ratios to a plain copy of the same bytes by two threads in the same round.
 
 python benchmarks/codecs.py --json codecs.json
 python benchmarks/codecs.py --scale 0.02 --repeats 2 --steps 5      # a smoke test
@@ -22,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import coded_blocks
 import jax
 import numpy as np
 import ways  # noqa: F401  (makes the example importable)
@@ -32,6 +35,7 @@ from deltackpt import codecs
 from deltackpt.codecs import Codec
 from deltackpt.errors import OptionError
 from deltackpt.format.blocks import VALUES, EncodedBlock
+from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.manifest import Encoding, FieldSpec
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.reading import merge
@@ -48,8 +52,10 @@ ROWS, WIDTH = 400_000, 64
 PLAIN = ("bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric8", "symmetric4")
 SEARCHED = ("greedy4", "greedy2", "adaptive8", "adaptive4", "adaptive3", "adaptive2")
 ALL = ("raw", "lossless", *PLAIN, *SEARCHED)
-#: GB of float32 rows in a second.
-PLAIN_BAR, SEARCHED_BAR = 3.0, 0.6
+#: The time of a plain copy, so many times: to encode, to encode by a search, and to decode.
+PLAIN_BAR, SEARCHED_BAR, DECODE_BAR = 6.0, 25.0, 4.0
+#: Seconds for a GB of bf16 weights of which 1 % changed, exact.
+SPARSE_BAR = 1.0
 _THREADS = 2
 #: Steps of training between the base and the delta whose rows are looked at.
 _DELTA_STEPS = 10
@@ -176,19 +182,42 @@ def measure_speeds(root: Path, rows: np.ndarray, rounds: int) -> dict[tuple[str,
 
 
 def add_speeds(report: Report, found: dict[tuple[str, str], list[float]]) -> None:
-    """Lines of encoding and decoding, against a copy of the rows and against their targets."""
+    """Lines of encoding and decoding, against a copy of the rows."""
     copied = Sample(tuple(found["copy", "copy"]))
     for what in ("encode", "encode and store", "decode"):
         for name in ALL:
             if (what, name) in found:
                 measured = Sample(tuple(found[what, name]))
-                report.compare(f"{name}: {what}", measured, "copy of rows", copied, speed)
+                line = f"{name}: {what}"
+                bar = _bar(what, name)
+                report.compare(line, measured, "copy of rows", copied, speed, bar=bar)
         report.section()
-    for what in ("encode", "encode and store"):
-        for name in (*PLAIN, *SEARCHED):
-            bar = 1 / (PLAIN_BAR if name in PLAIN else SEARCHED_BAR)
-            report.state(f"{name}: {what}", Sample(tuple(found[what, name])), speed, bar=bar)
-        report.section()
+
+
+def _bar(what: str, name: str) -> float | None:
+    if what == "decode":
+        return DECODE_BAR
+    if what == "encode":
+        return SEARCHED_BAR if name in SEARCHED else PLAIN_BAR
+    return None
+
+
+def add_blocks(report: Report, count: int, rounds: int) -> None:
+    """Lines of blocks of dense leaves."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for case in coded_blocks.cases(count):
+            found = coded_blocks.measure(case, rounds, pool)
+            copied = Sample(tuple(found.seconds["copy"]))
+            for what, bar in (("encode", PLAIN_BAR), ("decode", DECODE_BAR)):
+                measured = Sample(tuple(found.seconds[what]))
+                line = f"{case.name}: {what}"
+                report.compare(line, measured, "copy of the leaf", copied, speed, bar=bar)
+                if case.codec == "exact" and case.now.dtype.name == "bfloat16" and what == "encode":
+                    report.state(line, measured, speed, bar=SPARSE_BAR)
+            report.state(f"{case.name}: stored before zstd", Sample((found.stored,)), percent)
+            if found.error:
+                report.state(f"{case.name}: relative l2 error", Sample((found.error,)), percent)
+            report.section()
 
 
 def add_errors(report: Report, root: Path, inputs: dict[str, np.ndarray]) -> None:
@@ -234,11 +263,13 @@ def run(options: argparse.Namespace, root: Path) -> None:
     }
     report = Report(
         "Codecs",
-        sizes=f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; trained: "
+        sizes=f"Speeds: {count:,} rows of {WIDTH} float32, Gaussian, two threads; leaves: as many "
+        f"numbers; trained: "
         f"{len(values):,} rows that {_DELTA_STEPS} of {options.steps} steps of the thesis DLRM "
         f"touched (Zipf 1.07); {options.repeats} interleaved rounds, median (range)",
     )
     add_speeds(report, measure_speeds(root, rows, options.repeats))
+    add_blocks(report, max(100, rows.size // BLOCK), options.repeats)
     add_errors(report, root, inputs)
     report.show(options.json, options.markdown)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 from deltackpt.errors import DeltackptError, MissingExtra
+from deltackpt.format.figures import LeafFigures as LeafFigures
 from deltackpt.format.figures import TableFigures as TableFigures
 from deltackpt.format.manifest import Kind
 
@@ -65,6 +66,9 @@ class SaveEvent:
       committed_unix_secs: when the step was committed, in seconds since 1970. The event itself
         comes later, at the manager's next call.
       tables: each table and slot of which rows were written; not in the log's line.
+      dense_bytes: bytes on disk of dense leaves that lie beside the tables as blocks, in deltas of
+        ``Dense(deltas="own")``; 0 where they are an item of Orbax's. ``bytes_written`` counts none.
+      dense: each of these leaves, whether it changed or not; not in the log's line.
     """
 
     step: int
@@ -85,6 +89,18 @@ class SaveEvent:
     total_secs: float
     committed_unix_secs: float
     tables: tuple[TableFigures, ...] = ()
+    dense_bytes: int = 0
+    dense: tuple[LeafFigures, ...] = ()
+
+    @property
+    def dense_relative_error(self) -> float:
+        """The greatest relative error of a dense leaf; 0 where all were lossless."""
+        return max((figures.relative_error for figures in self.dense), default=0.0)
+
+    @property
+    def widened(self) -> tuple[LeafFigures, ...]:
+        """Dense leaves with another codec than was asked for; their reasons say why."""
+        return tuple(figures for figures in self.dense if figures.reason)
 
     @property
     def relative_error(self) -> float:
@@ -324,7 +340,9 @@ class OrbaxLoggerSink:
             if name in entry:
                 entry[name] = list(entry[name])
         if isinstance(event, SaveEvent):
+            entry["dense"] = [figures._asdict() for figures in event.dense]
             entry["relative_error"] = event.relative_error
+            entry["dense_relative_error"] = event.dense_relative_error
         # A logger may write into it: Orbax's CloudLogger does.
         self._logger.log_entry({"event": _name(event), **entry})
 
@@ -403,6 +421,23 @@ class PrometheusSink:
             "deltackpt_relative_error",
             "Relative l2 error of the newest save of a table or slot",
             *of_table,
+        )
+        self._dense_bytes = counter(
+            "deltackpt_saved_dense_bytes",
+            "Bytes written of dense leaves that lie beside the tables",
+            *of_save,
+        )
+        of_leaf = ("process", "leaf")
+        self._leaf_bytes = counter(
+            "deltackpt_saved_leaf_bytes",
+            "Bytes written of a dense leaf for which a lossy codec was asked",
+            *of_leaf,
+            "codec",
+        )
+        self._leaf_error = gauge(
+            "deltackpt_leaf_relative_error",
+            "Relative l2 error of the newest save of a dense leaf for which that was asked",
+            *of_leaf,
         )
         of_restore = ("process", "source")
         self._restores = counter("deltackpt_restores", "Restored steps", *of_restore)
@@ -487,6 +522,12 @@ class PrometheusSink:
             place = (process, figures.table, figures.field)
             self._table_bytes.labels(*place, figures.codec).inc(figures.nbytes)
             self._table_error.labels(*place).set(figures.relative_error)
+        self._dense_bytes.labels(*labels).inc(event.dense_bytes)
+        for figures in event.dense:
+            # Of thousands of leaves that are exact nobody makes a series each.
+            if figures.codec != "exact" or figures.reason:
+                self._leaf_bytes.labels(process, figures.leaf, figures.codec).inc(figures.nbytes)
+                self._leaf_error.labels(process, figures.leaf).set(figures.relative_error)
 
 
 _SAVE_STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
@@ -519,9 +560,16 @@ def _level(event: Event) -> int:
 def _figures(event: Event) -> str:
     """``key=value`` pairs in the order of the fields; the process is said before them."""
     names = [field.name for field in dataclasses.fields(event)]
-    figures = {name: getattr(event, name) for name in names if name not in ("process", "tables")}
+    left_out = ("process", "tables", "dense")
+    figures = {name: getattr(event, name) for name in names if name not in left_out}
     if isinstance(event, SaveEvent):
         figures["relative_error"] = event.relative_error
+        if not event.dense:
+            del figures["dense_bytes"]
+        else:
+            figures["dense_relative_error"] = event.dense_relative_error
+        if event.widened:
+            figures["widened"] = [f"{one.leaf}: {one.reason}" for one in event.widened]
     return " ".join(f"{key}={_shown(value)}" for key, value in figures.items())
 
 

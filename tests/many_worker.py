@@ -121,12 +121,15 @@ class Model:
       grown: steps and the rows of tables from each of them on.
       batch: rows of each table that a step changes.
       reach: share of each table, from its first row on, in which they lie.
+      kernel: shape of the dense leaf that is cut; None for ``KERNEL``, all of which changes.
+        Of another one a step changes few numbers.
     """
 
     rows: dict[str, int] = dataclasses.field(default_factory=lambda: dict(ROWS))
     grown: list[tuple[int, dict[str, int]]] = dataclasses.field(default_factory=list)
     batch: int = BATCH
     reach: float = 1.0
+    kernel: list[int] | None = None
 
     def rows_at(self, step: int) -> dict[str, int]:
         """Table name to its rows at a step."""
@@ -167,8 +170,17 @@ class Model:
             "kernel": rng.standard_normal(KERNEL, np.float32),
             "bias": rng.standard_normal(KERNEL[1], np.float32),
         }
+        if self.kernel is not None:
+            state["dense"]["kernel"] = self._kernel(step)
         state["step"] = np.array(step, np.int32)
         return state
+
+    def _kernel(self, step: int) -> np.ndarray:
+        kernel = np.random.default_rng(3).standard_normal(self.kernel, np.float32)
+        for now in range(1, step + 1):
+            rng = np.random.default_rng([4, now])
+            kernel.reshape(-1)[rng.integers(0, kernel.size, 50)] = rng.standard_normal()
+        return kernel
 
 
 def _initial(name: str, rows: int) -> np.ndarray:
@@ -335,6 +347,7 @@ class Worker:
         bounds: dict[str, Any] | None = None,
         notes: bool = False,
         tiers: dict[str, Any] | None = None,
+        dense: str = "orbax",
         **options: Any,
     ) -> None:
         """Makes the manager.
@@ -346,6 +359,7 @@ class Worker:
           bounds: options of the policy.
           notes: whether steps have a further item, of Orbax's.
           tiers: options of ``Tiers``, where the root is a bucket.
+          dense: how deltas hold the dense leaves.
           **options: other options of the manager.
         """
         self._notes = notes
@@ -357,6 +371,7 @@ class Worker:
                 policy=POLICIES[policy](**bounds or {}),
                 timeouts=Timeouts(processes_secs=processes_secs),
                 tiers=None if tiers is None else _tiers(tiers),
+                dense=deltackpt.Dense(deltas=dense),
                 **options,
             ),
         )

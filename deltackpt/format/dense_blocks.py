@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
-from deltackpt.format.soundness import MOST, check_segment, require
+from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 #: Numbers of a block: what shares a scale.
 BLOCK = 256
@@ -132,17 +132,24 @@ def check(record: DenseBlocks) -> None:
         place = f"values.{value.key}"
         require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
         keys.add((value.file, value.key))
+        if value.file:
+            inside = all(map(is_name, value.key.split("/")))
+            require(inside, "a path in the item", value.key, f"{place}.key")
         require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
         require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
         if value.plain:
             require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
+            require((value.at or 0) >= 0, "0 or more", value.at, f"{place}.at")
             continue
         require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
         expected = ends.get(value.group, 0)
         require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
         ends[value.group] = expected + value.blocks
+    names: set[str] = set()
     for segment in record.segments:
         check_segment(segment)
+        require(segment.name not in names, "one segment of a name", segment.name, "segments")
+        names.add(segment.name)
         require(
             segment.group == PLAIN or segment.group in ends,
             "a group of its values",
@@ -150,6 +157,10 @@ def check(record: DenseBlocks) -> None:
             f"segments.{segment.name}.group",
         )
         total = plain_bytes(record) if segment.group == PLAIN else ends[segment.group]
+        if segment.group == PLAIN:
+            shapes = [(entry.dtype, entry.shape) for entry in segment.arrays]
+            expected = [("uint8", (segment.count,))]
+            require(shapes == expected, f"{expected}", shapes, f"segments.{segment.name}.arrays")
         if segment.ranges:
             last = segment.ranges[-1][1]
             require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Encoding, FieldSpec, GroupEntry, Segment, TableEntry
@@ -34,6 +35,44 @@ class TableFigures:
     nbytes: int
     ratio: float
     relative_error: float
+
+
+class LeafFigures(NamedTuple):
+    """One dense leaf in a delta that has it as blocks, or what a process has of it.
+
+    Attributes:
+      leaf: its path.
+      codec: ``exact``, or the lossy one that was used.
+      reason: why another one than was asked for; empty where it is that.
+      raw_bytes: of the leaf itself.
+      nbytes: on disk.
+      blocks: of 256 numbers that it has; 1 where it is too small for them.
+      changed_blocks: of these, the ones that are stored.
+      relative_error: norm of what decoding changes over the norm of the leaf; 0 where lossless.
+    """
+
+    leaf: str
+    codec: str
+    reason: str
+    raw_bytes: int
+    nbytes: int
+    blocks: int
+    changed_blocks: int
+    relative_error: float
+
+    @classmethod
+    def joined(cls, parts: Sequence[LeafFigures]) -> LeafFigures:
+        """Those of a leaf by those of its chunks, of which the greatest error counts."""
+        return cls(
+            leaf=parts[0].leaf,
+            codec="+".join(sorted({part.codec for part in parts})),
+            reason="; ".join(sorted({part.reason for part in parts} - {""})),
+            raw_bytes=sum(part.raw_bytes for part in parts),
+            nbytes=sum(part.nbytes for part in parts),
+            blocks=sum(part.blocks for part in parts),
+            changed_blocks=sum(part.changed_blocks for part in parts),
+            relative_error=max(part.relative_error for part in parts),
+        )
 
 
 def table_figures(

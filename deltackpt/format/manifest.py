@@ -238,7 +238,8 @@ class Manifest:
     segments: tuple[Segment, ...]
     dense: tuple[DenseLeaf, ...] = ()
     tracking_paths: tuple[KeyPath, ...] = ()
-    #: Which digest files were promised: "item", and "step" under our own commit.
+    #: Which digest files were promised: "item", and "step" under our own commit. "dense" where
+    #: the item of a compacted base holds Orbax's of the dense leaves: those of the item cover it.
     digests: tuple[str, ...] = ("item",)
     #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
     item_digests_crc32c: int = 0
@@ -264,11 +265,18 @@ class Manifest:
     parts: tuple[Part, ...] = ()
     #: The dense leaves, where they are blocks of this item; of a delta, and of each part its own.
     dense_blocks: DenseBlocks | None = None
+    #: Bytes of the dense leaves of a base, against which deltas have theirs as blocks; 0 elsewhere.
+    dense_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
         return _nbytes(self)
+
+    @property
+    def own_nbytes(self) -> int:
+        """Likewise of its own part alone."""
+        return _own_nbytes(self)
 
     @property
     def group_by_name(self) -> dict[str, GroupEntry]:
@@ -296,6 +304,13 @@ class _Sizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _DenseSizes:
+    """Of DenseBlocks what its bytes follow from."""
+
+    segments: tuple[_Sizes, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _PartSize:
     """Of a Part the bytes of its arrays."""
 
@@ -316,6 +331,8 @@ class Outline:
     rolling: RollingShare | None = None
     features: tuple[str, ...] = ()
     parts: tuple[_PartSize, ...] = ()
+    dense_blocks: _DenseSizes | None = None
+    dense_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -326,7 +343,13 @@ class Outline:
 def _nbytes(record: Any) -> int:
     if record.parts:
         return sum(part.nbytes for part in record.parts)
-    return sum(entry.nbytes for segment in record.segments for entry in segment.arrays)
+    return _own_nbytes(record)
+
+
+def _own_nbytes(record: Any) -> int:
+    dense = () if record.dense_blocks is None else record.dense_blocks.segments
+    segments = (*record.segments, *dense)
+    return record.dense_bytes + sum(entry.nbytes for one in segments for entry in one.arrays)
 
 
 def cover(

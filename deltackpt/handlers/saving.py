@@ -191,6 +191,7 @@ class Saver:
             staging=run.staging,
             workers=run.workers,
             force_base=arguments.force_base,
+            dense_bytes=0 if run.dense is None else _dense_bytes(split),
         )
         return snapshot.take(embeddings, step, run.held.step_dir(step))
 
@@ -221,6 +222,8 @@ class Saver:
         for item in items.values():
             if isinstance(item, PendingSave):
                 self._run.lineage.failed(item.intent.save_id)
+                if self._run.dense is not None:
+                    self._run.dense.references.failed(item.intent.save_id)
         _release(items)
 
     def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
@@ -235,6 +238,7 @@ class Saver:
                 return DenseLeaves.take(leaves, run.among.index, run.staging)
             taken = run.dense.take(leaves, split.layout.dense, run.among.index)
             if pending.intent.kind == "base":
+                pending.base_dense_bytes = taken.nbytes
                 return taken.as_item(pending.intent.save_id)
             pending.dense = taken
             return None
@@ -294,9 +298,9 @@ class Saver:
             committed = steps.write(planned, run.workers)
         except BaseException:
             _release(planned.items)  # Not all of them were come to.
-            self._settle_dense(planned, stands=False)
+            self._drop_references(planned)
             raise
-        self._settle_dense(planned, stands=True)
+        self._keep_references(planned)
         run.held.committed()
         if run.among.index == 0:
             try:
@@ -306,17 +310,18 @@ class Saver:
                 warnings.append(f"steps that retention does not keep may stay: {error}")
         return Done(room_secs, committed, tuple(warnings))
 
-    def _settle_dense(self, planned: Step, *, stands: bool) -> None:
+    def _drop_references(self, planned: Step) -> None:
+        """What a save has of dense leaves is no reference where it does not stand."""
+        run, pending = self._run, planned.items[planned.tables]
+        if run.dense is not None and isinstance(pending, PendingSave):
+            run.dense.references.failed(pending.intent.save_id)
+
+    def _keep_references(self, planned: Step) -> None:
         """References of dense leaves count once their save stands."""
         run, pending = self._run, planned.items[planned.tables]
-        if run.dense is None or not isinstance(pending, PendingSave):
-            return
-        intent = pending.intent
-        if stands:
-            parents = () if intent.parent is None else (intent.parent.save_id,)
-            run.dense.committed(intent.save_id, run.lineage.protected().intersection(parents))
-        else:
-            run.dense.failed(intent.save_id)
+        if run.dense is not None and isinstance(pending, PendingSave):
+            save_id = pending.intent.save_id
+            run.dense.references.committed(save_id, run.lineage.next_parent(save_id))
 
     def _metadata(
         self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
@@ -528,6 +533,8 @@ class Saver:
             total_secs=committed.at - flight.started,
             committed_unix_secs=time.time() - committed_ago_secs,
             tables=report.tables,
+            dense_bytes=report.dense_bytes,
+            dense=report.dense,
         )
         events.emit(event, self._run.sinks)
 
@@ -539,6 +546,11 @@ def _release(items: Mapping[str, Item]) -> None:
             item.abandon()
         elif isinstance(item, DenseLeaves):
             item.release()
+
+
+def _dense_bytes(split: Split) -> int:
+    """Bytes of the arrays among the dense leaves."""
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(split.dense))
 
 
 def _has_host_arrays(split: Split) -> bool:

@@ -24,6 +24,7 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
+from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
@@ -42,10 +43,6 @@ class DenseValues(NamedTuple):
 
     values: Mapping[str, memoryview]
     files: Mapping[str, memoryview]
-
-
-#: Whether a value is wanted: of a file or of the database, and its key.
-Wanted = Callable[[bool, str], bool]
 
 
 class Base(Protocol):
@@ -79,6 +76,28 @@ class PartSource:
         return out
 
 
+def of_step(
+    saves: Sequence[StoredSave],
+    wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+) -> DenseValues:
+    """The dense item of the last save of a chain.
+
+    Where the chain does not hold, another one to the same step is read: ``saves.read_whole``.
+
+    Args:
+      saves: a chain of ``read_chain``.
+      wanted: whether the value of a key of the database is; files always are.
+      item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
+
+    Raises:
+      Damaged: an object is missing or altered; it is named.
+      StepGone: a step of the chain was removed meanwhile.
+    """
+    return read_whole(saves, lambda saves: DenseItem(saves, item_of).read(wanted))
+
+
 class DenseItem:
     """The dense item of a step, read as it is asked for.
 
@@ -88,22 +107,22 @@ class DenseItem:
 
     fresh = True
 
-    def __init__(self, saves: Sequence[StoredSave]):
+    def __init__(
+        self,
+        saves: Sequence[StoredSave],
+        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    ):
         """Reads nothing yet but manifests.
 
         Args:
           saves: a chain of ``read_chain``.
+          item_of: as for ``of_step``.
 
         Raises:
           Damaged: a manifest is missing or altered.
         """
-        self._sources: list[list[PartSource]] = []
-        self._base: orbax_values.OrbaxValues | None = None
-        for save in reversed(saves):
-            if save.head.dense_blocks is None:
-                self._base = orbax_values.of_save(save)
-                break
-            self._sources.append([*_sources(save)])
+        self._sources, base = sources_of(saves)
+        self._base = None if base is None else _Later(base, item_of)
         self._name = saves[-1].name
 
     @functools.cached_property
@@ -113,53 +132,77 @@ class DenseItem:
         Raises:
           Damaged: something is missing or altered.
         """
-        return self._read(lambda file, key: file or key.endswith(f"/{ZARRAY}"))
+        return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
 
-    def read(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
-        """Values of the database.
+    def read(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Values of the database, and all files.
 
         Args:
-          wanted: whether that of a key is.
+          wanted: whether the value of a key is.
 
         Raises:
           Damaged: something is missing or altered.
         """
-        return self._read(lambda file, key: not file and wanted(key)).values
-
-    def whole(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """Values as ``read`` reads them, and the files."""
-        return self._read(lambda file, key: file or wanted(key))
-
-    def _read(self, wanted: Wanted) -> DenseValues:
         if self._sources:
             return values_of(self._sources, self._base, self._name, wanted)
         assert self._base is not None
-        found = self._base.read([key for key in self._base.keys() if wanted(*key)])
-        return DenseValues(
-            {key: data for (file, key), data in found.items() if not file},
-            {key: data for (file, key), data in found.items() if file},
-        )
+        return _all_of(self._base.item, wanted)
 
 
-def of_step(
-    saves: Sequence[StoredSave], wanted: Callable[[str], bool] = lambda key: True
-) -> DenseValues:
-    """The dense item of the last save of a chain.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Later:
+    """The item of a base, sought only where deltas do not complete all: it may be gone else."""
 
-    Where the chain does not hold, another one to the same step is read: ``saves.read_whole``.
+    save: StoredSave
+    item_of: Callable[[StoredSave], OrbaxValues]
 
-    Args:
-      saves: a chain of ``read_chain``.
-      wanted: whether the value of a key of the database is; files always are.
+    @functools.cached_property
+    def item(self) -> OrbaxValues:
+        """The item; what it has verified it does not verify again."""
+        return self.item_of(self.save)
+
+    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+        """See ``Base``."""
+        self.item.fill(into)
+
+
+def listed(save: StoredSave) -> list[BlockedValue]:
+    """The values of the dense item of a save that has them as blocks; none of another one."""
+    if save.head.dense_blocks is None:
+        return []
+    return [value for source in sources(save) for value in source.record.values]
+
+
+def sources_of(
+    saves: Sequence[StoredSave],
+) -> tuple[list[list[PartSource]], StoredSave | None]:
+    """What the deltas of a chain hold as blocks, newest first, and the save that they go on from.
+
+    None where the oldest of the chain holds blocks too.
+    """
+    found = []
+    for save in reversed(saves):
+        if save.head.dense_blocks is None:
+            return found, save
+        found.append([*sources(save)])
+    return found, None
+
+
+def _all_of(base: OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
+    keys = [key for key in base.keys() if key[0] or wanted(key[1])]
+    found = base.read(keys)
+    return DenseValues(
+        {key: data for (file, key), data in found.items() if not file},
+        {key: data for (file, key), data in found.items() if file},
+    )
+
+
+def sources(save: StoredSave) -> Iterator[PartSource]:
+    """What each process wrote of the dense leaves of a save that has them as blocks.
 
     Raises:
-      Damaged: an object is missing or altered; it is named.
-      StepGone: a step of the chain was removed meanwhile.
+      Damaged: a manifest is missing or altered, or has none.
     """
-    return read_whole(saves, lambda saves: DenseItem(saves).whole(wanted))
-
-
-def _sources(save: StoredSave) -> Iterator[PartSource]:
     for part in save.parts():
         record = part.record.dense_blocks
         if record is None:
@@ -172,7 +215,7 @@ def values_of(
     sources: Sequence[Sequence[Source]],
     base: Base | None,
     name: str,
-    wanted: Wanted = lambda file, key: True,
+    wanted: Callable[[str], bool] = lambda key: True,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
@@ -180,7 +223,7 @@ def values_of(
       sources: what the processes wrote of each, newest first.
       base: of the oldest one's parent; None where it has none.
       name: how errors name the newest.
-      wanted: what of it is.
+      wanted: as for ``of_step``.
 
     Raises:
       Damaged: something is missing or altered.
@@ -195,6 +238,33 @@ def values_of(
         filling.fill_from(base)
         lanes.run(pool)
     return filling.values()
+
+
+def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
+    """Values that some saves do not complete, and their bytes: those that a base must have.
+
+    Row numbers and plain values are read, and no codes.
+
+    Args:
+      sources: as for ``values_of``.
+      name: likewise.
+
+    Raises:
+      Damaged: something is missing or altered, or cannot be.
+    """
+
+    def nowhere(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if len(shape) == 1:
+            return np.empty(shape, dtype)
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    filling, lanes = Filling.of(sources[0], name, lambda key: True, buffer=nowhere), Lanes()
+    for save in sources:
+        if filling.complete:
+            break
+        for source in save:
+            _add(source, filling, lanes)
+    return filling.missing()
 
 
 def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
@@ -224,7 +294,14 @@ class Filling:
         self._name = name
 
     @classmethod
-    def of(cls, newest: Sequence[Source], name: str, wanted: Wanted) -> Filling:
+    def of(
+        cls,
+        newest: Sequence[Source],
+        name: str,
+        wanted: Callable[[str], bool],
+        *,
+        buffer: Callable[[tuple[int, ...], np.dtype], np.ndarray] = memory.empty_buffer,
+    ) -> Filling:
         """What the newest save says that there is, all of it missing."""
         leaves: dict[Key, Leaf] = {}
         for source in newest:
@@ -232,11 +309,19 @@ class Filling:
                 key = value.file, value.key
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
-                if wanted(*key):
+                if value.file or wanted(value.key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
-                    data = memory.empty_buffer(shape, dtype_of(value.dtype))
+                    data = buffer(shape, dtype_of(value.dtype))
                     leaves[key] = Leaf(key, data, value.count)
         return cls(leaves, name)
+
+    def missing(self) -> dict[Key, int]:
+        """What no save completes so far, and its bytes."""
+        return {
+            key: leaf.count * leaf.data.itemsize
+            for key, leaf in self._leaves.items()
+            if leaf.missing.any()
+        }
 
     @property
     def complete(self) -> bool:
@@ -286,18 +371,22 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         if (leaf := filling.leaf(value, source.name)) is not None
     }
     done: list[tuple[Leaf, np.ndarray | slice]] = []
+    taken = {leaf: np.zeros(len(leaf.missing), bool) for leaf in wanted.values()}
     for segment in source.record.segments:
         if segment.group == PLAIN:
             found = _fill_plain(source, segment, wanted)
             done += ((leaf, slice(0, 1)) for leaf in found)
             continue
         of_group = [(v, leaf) for v, leaf in wanted.items() if v.group == segment.group]
-        rows = _rows_of(source, segment) if of_group else range(0)
+        rows = rows_of(source, segment) if of_group else range(0)
         parts = []
         for value, leaf in of_group:
             assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            numbers = np.asarray(rows[at]) - value.at
+            numbers = np.asarray(rows[at], np.int64) - value.at
+            if taken[leaf][numbers].any():
+                raise Damaged(source.name, f"each block of {value.key} once", "some twice")
+            taken[leaf][numbers] = True
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
         if not parts:
@@ -311,7 +400,6 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
                 lanes.add(leaf, chunk, slice(low, high), some)
                 if not chunk.codec.relative:
                     done.append((leaf, some))
-    # Segments of one save hold different blocks.
     for leaf, numbers in done:
         leaf.missing[numbers] = False
 
@@ -334,7 +422,12 @@ def _fill_plain(
         yield leaf
 
 
-def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
+def rows_of(source: Source, segment: Segment) -> blocks.Rows:
+    """Numbers of the blocks of a segment in its group, ascending.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
     total = sum(value.blocks for value in source.record.of_group(segment.group))
     if segment.ranges is not None:
         rows = blocks.rows_of(segment.ranges)

@@ -18,7 +18,7 @@ import numpy as np
 
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS, DenseBlocks
+from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 
@@ -244,7 +244,8 @@ def chunks_of(source: Source, segment: Segment) -> Iterator[tuple[int, int, Chun
     stored = codec_of(segment, source.name).stored(dtype_of(segment.group))
     count = max(1, segment.count)
     if not any(array.ragged for array in stored.values()):
-        count = max(1, min(one.chunk_rows for one in segment.arrays if one.name == BLOCKS))
+        sizes = [one.chunk_rows for one in segment.arrays if one.name == BLOCKS]
+        count = max(1, min(sizes, default=count))
     for start in range(0, segment.count, count):
         stop = min(segment.count, start + count)
         yield start, stop, Chunk(source, segment, start, stop)
@@ -286,6 +287,21 @@ def codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
         return of_blocks.get(codec)
     except (ValueError, OptionError) as error:
         raise Damaged(name, f"a codec of {segment.name}", f"{used}") from error
+
+
+def check_arrays(source: Source, segment: Segment) -> None:
+    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+
+    Raises:
+      Damaged: it has not, or its codec is not known.
+    """
+    if segment.group == PLAIN:
+        return
+    entries = {entry.name: entry for entry in segment.arrays}
+    stored = codec_of(segment, source.name).stored(dtype_of(segment.group))
+    for suffix, array in stored.items():
+        name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
+        _entry(entries, name, array, segment, source.name)
 
 
 def _entry(

@@ -38,28 +38,47 @@ Key = tuple[bool, str]
 
 
 class OrbaxValues:
-    """Values and files of an item."""
+    """Values and files of an item.
 
-    def __init__(self, item_dir: Spot, expected: Callable[[], Mapping[str, Digest]] | None):
+    Attributes:
+      name: how errors name it.
+    """
+
+    def __init__(
+        self,
+        item_dir: Spot,
+        expected: Callable[[], Mapping[str, Digest]] | None,
+        name: str | None = None,
+    ):
         """Reads nothing yet.
 
         Args:
           item_dir: of the item.
           expected: digests of its files, by their paths below it; None where nothing covers them.
+          name: how errors name it; that of the step and its own by default.
         """
+        self.name = item_dir.shown(2) if name is None else name
         self._item_dir = item_dir
         self._read_digests = expected
         self._sound: set[str] = set()
 
     @property
-    def name(self) -> str:
-        """How errors name it."""
-        return self._item_dir.shown(2)
+    def at(self) -> Spot:
+        """Where it is."""
+        return self._item_dir
 
     def keys(self) -> list[Key]:
         """All keys of the database, and the files beside it."""
         values = self._index.values
         return [*((True, name) for name in self._files), *((False, key) for key in values)]
+
+    def nbytes(self, key: Key) -> int | None:
+        """Bytes of a value, as the database or the folder has it; None where there is none."""
+        file, name = key
+        if file:
+            return (self._item_dir / name).length() if name in self._files else None
+        found = self._index.values.get(name)
+        return None if found is None else found.nbytes
 
     def read(self, keys: Collection[Key]) -> dict[Key, memoryview]:
         """The values of some keys, in memory of their own; those that there are.
@@ -252,19 +271,32 @@ def of_save(save: StoredSave) -> OrbaxValues:
     Raises:
       Damaged, ForeignDirectory: as ``check_dense``.
     """
-    beside = save.item_dir.parent / names.DENSE_ITEM
-    if save.compacted and beside.is_dir():
-        return OrbaxValues(beside, functools.partial(_digests_of, save.item_dir.parent))
     check_dense(save)
+    if names.DENSE_ITEM in save.head.digests:
+        expected = functools.partial(_digests_in, save)
+        at = save.item_dir / names.DENSE_ITEM
+        return OrbaxValues(at, expected, f"{save.name}/{names.DENSE_ITEM}")
     covered = "step" in save.head.digests
+    if save.compacted:  # It says nothing of the step that it stands for.
+        covered = (save.step_dir / names.STEP_DIGESTS).is_file()
     expected = functools.partial(_digests_of, save.step_dir) if covered else None
     return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)
 
 
 def _digests_of(step_dir: Spot) -> Mapping[str, Digest]:
     """Digests of the item's files in a step."""
+    return _of_item(digests.of_step(lambda name: (step_dir / name).read(), step_dir.name))
+
+
+def _digests_in(save: StoredSave) -> Mapping[str, Digest]:
+    """Digests of the item's files in a compacted base."""
+    known = digests.read_item_digests(save.item_dir, save.head)
+    return _of_item({name: known.digest(name) for name in known.files})
+
+
+def _of_item(found: Mapping[str, Digest]) -> dict[str, Digest]:
+    """Those of the item, by their paths below it."""
     prefix = f"{names.DENSE_ITEM}/"
-    found = digests.of_step(lambda name: (step_dir / name).read(), step_dir.name)
     return {
         name.removeprefix(prefix): digest
         for name, digest in found.items()

@@ -17,14 +17,13 @@ from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import TrackingError
-from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.figures import table_figures
+from deltackpt.format.figures import LeafFigures, table_figures
 from deltackpt.format.manifest import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import part
 from deltackpt.save.branch import Written
-from deltackpt.save.dense_blocks import TakenDense
+from deltackpt.save.dense_blocks import TakenDense, WrittenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock
@@ -68,6 +67,7 @@ class Embeddings:
       staging: the pool shared by the saves of one manager.
       workers: its threads.
       force_base: take a base whatever the policy says.
+      dense_bytes: bytes of the dense leaves that a base holds and a delta may leave out.
     """
 
     split: Split
@@ -77,6 +77,7 @@ class Embeddings:
     staging: Staging | None = None
     workers: Workers | None = None
     force_base: bool = False
+    dense_bytes: int = 0
 
     @property
     def marks(self) -> tuple[Marks, ...]:
@@ -92,7 +93,8 @@ class SaveReport:
     """What the background half of a save did; its stages are those of ``events.SaveEvent``.
 
     ``rows``, ``bytes_written`` and ``tables`` are of this process's part, ``base_bytes`` is what
-    all rows of tables and slots take unencoded.
+    all rows of tables and slots take unencoded. ``dense_bytes`` and ``dense`` are of dense leaves
+    that lie in the part as blocks, which ``bytes_written`` does not count.
     """
 
     intent: Intent
@@ -105,6 +107,8 @@ class SaveReport:
     write_secs: float
     digest_secs: float
     tables: tuple[events.TableFigures, ...]
+    dense_bytes: int = 0
+    dense: tuple[LeafFigures, ...] = ()
 
 
 class PendingSave:
@@ -143,6 +147,8 @@ class PendingSave:
         self.nbytes = nbytes
         #: Dense leaves that are written beside the rows, as blocks of this item.
         self.dense: TakenDense | None = None
+        #: See ``Manifest.dense_bytes``.
+        self.base_dense_bytes = 0
         self._plan = plan
         self._faults = faults
         self._extract_secs = extract_secs
@@ -187,7 +193,17 @@ class PendingSave:
         finally:
             self.abandon()
         written = time.perf_counter()
-        done = part.finish(plan, item_dir, segments, batch, others, dense=dense)
+        record = None if dense is None else dense.record
+        done = part.finish(
+            plan,
+            item_dir,
+            segments,
+            batch,
+            others,
+            dense=record,
+            dense_bytes=self.base_dense_bytes,
+        )
+        dense_bytes = 0 if dense is None else dense.nbytes
         if plan.lineage is not None and others.process == 0:
             plan.lineage.wrote(self.intent.save_id, Written.of(done.record, done.crc32c))
         groups = plan.layout.groups
@@ -195,16 +211,18 @@ class PendingSave:
             intent=self.intent,
             rows=part.table_rows(segments),
             total_rows=sum(group.rows for group in groups),
-            bytes_written=done.nbytes,
+            bytes_written=done.nbytes - dense_bytes,
             base_bytes=base_bytes(groups),
             extract_secs=self._extract_secs + landed - started,
             encode_secs=encoding.seconds,
             write_secs=written - landed - encoding.seconds,
             digest_secs=time.perf_counter() - written,
             tables=table_figures(groups, plan.layout.tables, segments),
+            dense_bytes=dense_bytes,
+            dense=() if dense is None else dense.leaves,
         )
 
-    def _write_dense(self, item_dir: Path, batch: FileBatch, process: int) -> DenseBlocks | None:
+    def _write_dense(self, item_dir: Path, batch: FileBatch, process: int) -> WrittenDense | None:
         if self.dense is None:
             return None
         parent = self.intent.parent
@@ -212,8 +230,9 @@ class PendingSave:
             None if parent is None else parent.save_id,
             self.intent.save_id,
             self._workers.encoders,
+            rolling=self.intent.rolling,
         )
-        return coded.write(lambda segment: ArrayPlace(item_dir, process, segment, batch))
+        return coded.told(coded.write(lambda name: ArrayPlace(item_dir, process, name, batch)))
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Nothing is left to do: process 0's manifest speaks for all parts."""

@@ -176,6 +176,7 @@ def finish(
     others: Rendezvous,
     *,
     dense: DenseBlocks | None = None,
+    dense_bytes: int = 0,
 ) -> WrittenPart:
     """Digests, then the manifest, in step with the other processes; then forces them.
 
@@ -189,6 +190,7 @@ def finish(
       batch: what they were written with.
       others: where the processes meet.
       dense: dense leaves that were written with them.
+      dense_bytes: see ``Manifest.dense_bytes``.
 
     Raises:
       StorageError: the store refused.
@@ -197,7 +199,7 @@ def finish(
     several = others.count > 1
     written = parts.finish(
         item_dir,
-        dataclasses.replace(_head(plan, others), dense_blocks=dense),
+        dataclasses.replace(_head(plan, others), dense_blocks=dense, dense_bytes=dense_bytes),
         segments,
         batch,
         share=_share(plan, segments) if several else None,

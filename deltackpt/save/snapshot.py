@@ -81,8 +81,10 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
             whole=intent.kind == "base", rolling=intent.rolling, touched=touched
         )
         if intent.kind == "delta" and processes.count() == 1:
-            ahead = _expected_bytes(split, segments, intent)
-            if (reason := too_large(lineage.policy, *ahead)) is not None:
+            delta_bytes, base_bytes = _expected_bytes(split, segments, intent)
+            # What a delta holds of dense leaves is known once they are encoded.
+            base_bytes += embeddings.dense_bytes
+            if (reason := too_large(lineage.policy, delta_bytes, base_bytes)) is not None:
                 intent = lineage.as_base(intent, reason)
                 segments = sources.segments(whole=True)
         kinds: set[Kind] = {intent.kind} if intent.rolling is None else {"base", "delta"}

@@ -7,7 +7,8 @@ sees the directory, and ``publish`` makes the base visible by one rename. ``comp
 A compacted base stands for the step that it was folded from: it bears that step's save id, holds
 every row as a restore of the step would give it, bit for bit, and is stored like the base of
 several processes, so that readers need to know nothing more. Rows are never encoded again: what a
-lossy codec made of them is stored as it is. The step does not change, and keeps its dense leaves.
+lossy codec made of them is stored as it is. The step does not change, and keeps its dense leaves;
+where it has them as blocks, the base holds them as Orbax's item, decoded.
 
 Until the rename everything lies in a temporary directory, which whoever compacts next removes: a
 compaction that is killed anywhere has changed nothing.
@@ -47,8 +48,9 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
-from deltackpt.reading import inventory, saves
+from deltackpt.reading import dense_values, inventory, saves
 from deltackpt.reading.meter import Meter, Progress
+from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
 from deltackpt.storage.store import spot
@@ -67,7 +69,7 @@ class Compacted:
       step: the step that the new base stands for.
       save_id: its save id.
       deltas: how many deltas were folded.
-      bytes_read: bytes of the stored arrays that were read.
+      bytes_read: bytes of the stored arrays of tables that were read.
       bytes_written: bytes of the files of the base.
       seconds: wall time.
     """
@@ -193,13 +195,31 @@ def _compact_in_bucket(
             held = at.store
             assert isinstance(held, Committed)
             for save in found:
-                target = folder / save.item_dir.key
-                target.mkdir(parents=True)
-                held.fetch(save.item_dir.key, target)
+                _fetch(held, save.item_dir.key, folder)
+            _, base = dense_values.sources_of(found)
+            if found[-1].head.dense_blocks is not None and base is not None:
+                _fetch_item(held, base, folder)
         done = fold_chain(folder, step=step)
         if done is not None:
             _put_base(Journal(opened.journal.root), folder, Unit(step, item))
         return done
+
+
+def _fetch(held: Committed, key: str, folder: Path) -> None:
+    target = folder / key
+    target.mkdir(parents=True)
+    held.fetch(key, target)
+
+
+def _fetch_item(held: Committed, base: StoredSave, folder: Path) -> None:
+    """Fetches the dense leaves that deltas go on from, and the digests of the step."""
+    if base.compacted:
+        return  # They came with it.
+    step = base.step_dir.key
+    _fetch(held, f"{step}/{names.DENSE_ITEM}", folder)
+    for name in base.step_dir.keys():
+        if name == names.STEP_DIGESTS or names.step_digests_process(name) is not None:
+            (folder / step / name).write_bytes(held.get(f"{step}/{name}"))
 
 
 def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
@@ -359,10 +379,10 @@ def _share(meter: Meter) -> Progress:
 
 
 def _require_room(plan: Plan) -> None:
-    free = files.free_bytes(plan.directory)
-    if free < plan.nbytes:
+    free, needed = files.free_bytes(plan.directory), plan.nbytes + plan.dense_bytes
+    if free < needed:
         raise OutOfSpace(
-            f"{plan.directory}: expected room for {plan.nbytes:,} bytes to compact step "
+            f"{plan.directory}: expected room for {needed:,} bytes to compact step "
             f"{plan.step}, found {free:,} free; free space or keep fewer steps, then compact again"
         )
 

@@ -7,6 +7,7 @@ states that a formula gives; ``parts-v<n>`` the same, written by two processes; 
 the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
+``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base.
 ``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point.
 ``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
 """
@@ -40,6 +41,7 @@ from deltackpt.tiers import packing
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import Label
 from deltackpt.tiers.stage import Line
+from deltackpt.upkeep import compact
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
@@ -353,6 +355,66 @@ def write_log(root: Path) -> None:
     (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+#: Of the golden dense leaves: those of these names by these codecs, all others exactly.
+DENSE_CODECS = {f"dense/{name}": name for name in ("ef8", "ef4", "int8", "log8", "log4")}
+#: The step whose chain is compacted.
+COMPACTED = 20
+
+
+def dense_state_at(step: int) -> dict:
+    """A state whose exact leaves change so that each lossless codec is taken for one of them."""
+    later = STEPS.index(step)
+    waves = np.sin(np.arange(1100, dtype=np.float64) / 9)
+    powers = 10.0 ** (np.arange(1100) % 7 - 9.0)
+    scattered = (np.arange(2600) % 97 / 16).astype(ml_dtypes.bfloat16)
+    scattered[later::300] += np.array(later, ml_dtypes.bfloat16)
+    near = (np.arange(2100) * 40503 % 8192 + 15000).astype(np.uint16) ^ np.uint16(later)
+    mixed = np.arange(1, 5001, dtype=np.uint64) * (2654435761 + 2 * later)
+    lossy = (waves + np.cos(np.arange(1100.0)) * 1e-3 * later).astype(np.float32)
+    moments = (powers * (1 + waves**2 * 0.01 * later)).astype(np.float32)
+    moments[::100] = 0
+    return {
+        "tables": {"users": jnp.arange(120.0).reshape(60, 2).at[1 : later + 1].add(0.5)},
+        "dense": {
+            "sparse": jnp.asarray(scattered),
+            "xor": jnp.asarray(near.view(ml_dtypes.bfloat16)),
+            # Of another shape than the parent's, which is no reference then.
+            "planes": jnp.asarray(near[: 2050 + later].view(ml_dtypes.bfloat16)),
+            "raw": jnp.asarray((mixed >> 13).astype(np.uint8)),
+            "frozen": jnp.asarray(waves[::-1].astype(np.float32)),
+            **{name: jnp.asarray(lossy) for name in ("ef8", "ef4", "int8")},
+            **{name: jnp.asarray(moments) for name in ("log8", "log4")},
+            "bias": jnp.arange(5.0) + later,
+            "step": step,
+            "none": None,
+        },
+    }
+
+
+def write_dense(root: Path) -> None:
+    """Writes a base, deltas with dense leaves as blocks, and a compacted base among them."""
+    dense = deltackpt.Dense(deltas="own", codec=DENSE_CODECS)
+    policy = deltackpt.Consecutive(max_restore_ratio=100)
+    deltas = deltackpt.DeltaOptions(policy=policy)
+    options = deltackpt.ManagerOptions(dense=dense, deltas=deltas)
+    touched = deltackpt.touched.init({"tables/users": dense_state_at(10)["tables"]["users"]})
+    tables = {"embeddings": deltackpt.Tables(select="tables/*")}
+    found = {}
+    with deltackpt.CheckpointManager(root, handlers=tables, options=options) as manager:
+        for step in STEPS:
+            if step != STEPS[0]:
+                row = jnp.array([STEPS.index(step)])
+                touched = deltackpt.touched.mark(touched, {"users": row})
+            manager.save(step, dense_state_at(step), touched=touched)
+            manager.wait()
+            found[str(step)] = digests(manager.restore(step, dense_state_at(step)).state)
+    compact.compact(root, step=COMPACTED, workers=1)
+    (root / names.COMPACTED / names.COMPACTION_LOCK).unlink()
+    for leftover in root.glob("lease.*"):
+        leftover.unlink(missing_ok=True)
+    (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Writes what is not there yet of the current format version."""
     plain = HERE / f"v{manifest.FORMAT_VERSION}"
@@ -376,6 +438,9 @@ def main() -> None:
     logged = HERE / f"log-v{frames.VERSION}"
     if not logged.exists():
         write_log(logged)
+    blocks = HERE / f"dense-v{manifest.FORMAT_VERSION}"
+    if not blocks.exists():
+        write_dense(blocks)
     encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)

@@ -88,6 +88,7 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
 def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     """Steps, the log between them, leftovers and the lease."""
     from deltackpt.ledger.directory import Root
+    from deltackpt.upkeep.doctor.dense import dense_findings
     from deltackpt.upkeep.doctor.log import log_findings
 
     path = Path(directory).absolute()
@@ -106,6 +107,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
             steps = sorted(opened.steps())
             known = {step: info.save_id for step, info in opened.saves().items() if info}
             log_at = opened.log_at
+            of_dense = [*dense_findings(opened)]
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
         yield Finding(
@@ -133,6 +135,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         found=f"{len(steps)} committed{newest}",
         figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
     )
+    yield from of_dense
     yield from log_findings(log_at, known)
     yield from _leftovers(path, entries)
     yield from _lease(path, entries)

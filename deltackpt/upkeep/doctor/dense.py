@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the newest step has what its dense leaves go on from, where these are blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deltackpt import units
+from deltackpt.errors import DeltackptError
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import dense_work, saves
+from deltackpt.storage.store import spot
+from deltackpt.upkeep.dense_chain import DenseChain
+from deltackpt.upkeep.doctor.findings import Finding
+
+
+def dense_findings(opened: Steps) -> Iterator[Finding]:
+    """What holds of the dense leaves of the newest step; nothing where it has Orbax's item of them.
+
+    Records and row numbers are read, and no codes: ``deltackpt verify`` reads all.
+
+    Args:
+      opened: the steps.
+    """
+    newest = opened.newest_step()
+    if newest is None:
+        return
+    try:
+        at = spot(opened.at(newest))
+        if saves.read_save(at, opened.item).head.dense_blocks is None:
+            return
+    except (DeltackptError, OSError):
+        return  # Why it cannot be read is told of the steps.
+    try:
+        found = DenseChain.of(saves.read_chain(at, opened.item))
+        for source in (source for one in found.sources for source in one):
+            for segment in source.record.segments:
+                dense_work.check_arrays(source, segment)
+        found.check()
+    except (DeltackptError, OSError) as error:
+        yield Finding(
+            area="directory",
+            subject="dense leaves",
+            severity="problem",
+            found=f"step {newest}: {error}",
+            meaning="Its dense leaves, and those of what goes on from it, cannot be restored.",
+            action="deltackpt verify says which steps can be; the next base does without the chain",
+        )
+        return
+    deltas, base = len(found.sources), found.base
+    held = sum(source.record.nbytes for one in found.sources for source in one)
+    where = "" if base is None or not found.missing else f", which go on from {base.name}"
+    yield Finding(
+        area="directory",
+        subject="dense leaves",
+        severity="ok",
+        found=f"step {newest} has them as blocks of {units.count(deltas, 'delta')}, "
+        f"{units.size(held)} before compression{where}",
+        figures={"deltas": deltas, "nbytes": held, "from_base": bool(found.missing)},
+    )

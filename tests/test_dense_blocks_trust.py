@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves as blocks, while writes fail, processes die, bits flip and records lie."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dense_states
+import faults
+import jax
+import many_worker
+import model
+import pytest
+from dense_states import LOSSY, Encoded, Loop, opened, own, stored
+from many import Job, Server
+from test_hostile_records import MANIFEST, MOST_BYTES, at, body_of, change, read_all
+from test_processes import saved as saved_by
+from test_processes import started, step_numbers
+
+import deltackpt
+from deltackpt.errors import DeltackptError, SaveFailed
+from deltackpt.reading import removal
+from deltackpt.storage import writer
+from deltackpt.upkeep import verify
+
+CODED = deltackpt.Dense(deltas="own", codec=LOSSY)
+#: Calls of our writers, and the commit.
+OURS = r"embeddings[^/]*/.|\d+$"
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch) -> Iterator[faults.Faults]:
+    """What changes the directory ``root``, writers in C++ too."""
+    found = faults.Faults(tmp_path / "root")
+    real = writer.write_array
+
+    def write(directory: Path, *arguments: Any, **named: Any) -> Any:
+        found.enter(str(directory))
+        return real(directory, *arguments, **named)
+
+    monkeypatch.setattr(writer, "write_array", write)
+    yield found
+    found.close()
+
+
+def test_a_delta_fails_at_any_write_and_nothing_is_lost(tmp_path, calls):
+    """What was staged of it is no reference: the next goes on from the one before."""
+    loop, seen = Loop(), Encoded()
+    committed: dict[int, dict] = {}
+    with opened(tmp_path / "root", CODED) as saver, seen.watching():
+        loop.steps(saver, 1, 2)
+        for number in range(0, 200, 3):
+            step = 3 + number
+            calls.fired = False
+            calls.fail_once(number, OURS)
+            loop.train()
+            saver.save(step, loop.state, touched=loop.touched)
+            try:
+                saver.wait()
+                committed[step] = seen.saves[-1]
+            except SaveFailed:
+                assert calls.fired
+            calls.disarm()
+            if not calls.fired:
+                break
+            loop.train()
+            saver.save(step + 1, loop.state, touched=loop.touched)
+            saver.wait()
+            committed[step + 1] = seen.saves[-1]
+        else:
+            pytest.fail("every save failed")
+        assert saver.all_steps() == [1, 2, *committed]
+        for step, expected in committed.items():
+            if own(tmp_path / "root", step):
+                assert stored(tmp_path / "root", step) == expected
+        kept = saver._run.dense.references
+        assert len(kept._kept) == 1
+
+
+@pytest.mark.parametrize("policy", [None, deltackpt.Rolling(window=2)], ids=["chain", "rolling"])
+def test_killed_before_any_call_what_is_committed_is_whole(tmp_path, calls, policy):
+    loop, known = Loop(), {}
+    root = tmp_path / "root"
+    with opened(root, policy=policy) as saver:
+        loop.steps(saver, 1, 2, 3)
+        known |= loop.states
+        for number in range(0, 200, 4):
+            step, image = 4 + number, tmp_path / f"image{number}"
+            loop.train()
+            known[step] = loop.state
+            calls.copy_once(number, image)
+            saver.save(step, loop.state, touched=loop.touched)
+            saver.wait()
+            done = calls.image is None
+            calls.image = None
+            calls.disarm()
+            if done:
+                break
+            with opened(image, policy=policy) as other:
+                steps = other.all_steps()
+                found = other.restore_latest(loop.state)
+                assert found.step == steps[-1] and not found.skipped
+                model.assert_same(found.state, known[found.step])
+                again = Loop(found.state, found.touched)
+                assert again.steps(other, 1000) == ["delta"]
+                model.assert_same(other.restore(1000, again.state).state, again.state)
+            shutil.rmtree(image)
+        else:
+            pytest.fail("no save was whole")
+
+
+def test_what_was_taken_of_a_save_that_is_refused_is_given_back(tmp_path, monkeypatch):
+    loop = Loop({**dense_states.initial(), "large": jax.numpy.ones(1 << 20)})
+    with opened(tmp_path) as saver:
+        loop.steps(saver, 1, 2)
+        references = saver._run.dense.references
+        lent = len(references._lent)
+        for options in ({}, {"force_base": True}):
+            with monkeypatch.context() as patched:
+                patched.setattr("deltackpt.save.flight.PendingSave.wait_copied", _refuse)
+                with pytest.raises(OSError, match="injected"):
+                    loop.save(saver, 3, **options)
+            assert len(references._lent) == lent
+        loop.steps(saver, 4)
+        assert len(references._lent) == lent
+
+
+def _refuse(*arguments: Any, **options: Any) -> Any:
+    raise OSError(5, "injected")
+
+
+# Damage, by chance.
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory) -> Path:
+    """A base and three deltas with blocks of every codec that they may have."""
+    root = tmp_path_factory.mktemp("chain") / "root"
+    loop = Loop()
+    with opened(root, CODED) as saver:
+        loop.steps(saver, 1, 2, 3, 4)
+    return root
+
+
+@pytest.fixture
+def nobody_at_work(monkeypatch):
+    """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(verify, "_CHECKS", 1)
+
+
+def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_at_work):
+    sound = stored(chain, 4)
+    segments = {path.parts[-4] for path in (chain / "4").glob("embeddings/part.0/dense.*/*/c/*")}
+    assert len(segments) >= 3
+    paths = [path for path in sorted((chain / "3").rglob("*")) if path.is_file()]
+    read = 0
+    for number, path in enumerate(paths):
+        root = tmp_path / str(number)
+        shutil.copytree(chain, root)
+        damaged = root / path.relative_to(chain)
+        data = bytearray(damaged.read_bytes())
+        if not data:
+            continue
+        data[len(data) // 2] ^= 0x10
+        damaged.write_bytes(data)
+        assert not verify.verify_root(root).intact, path
+        try:
+            # What is not needed of it is not read; wrong data is never given.
+            assert stored(root, 4) == sound, path
+        except DeltackptError:
+            read += 1
+        shutil.rmtree(root)
+    assert read >= 10
+
+
+def test_the_newest_intact_step_is_restored_instead(chain, tmp_path, nobody_at_work):
+    root = tmp_path / "root"
+    shutil.copytree(chain, root)
+    for path in (root / "4").glob("embeddings/part.0/dense.*/blocks/c/*"):
+        damaged = path if path.is_file() else next(path.iterdir())
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        damaged.write_bytes(data)
+    with opened(root, CODED) as saver, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = saver.restore_latest(dense_states.initial())
+        assert found.step == 3 and [step for step, _ in found.skipped] == [4]
+
+
+# Damage, by hand: the checksums are right.
+
+
+def of_segment(wanted: str, *path: Any, to: Any) -> Callable[[Any], None]:
+    """Sets a value of the first segment of dense blocks whose name begins so."""
+
+    def replace(body: Any) -> None:
+        segments = body["dense_blocks"]["segments"]
+        found = next(one for one in segments if one["name"].startswith(wanted))
+        at(*path, to=to)(found)
+
+    return replace
+
+
+def of_value(wanted: str, *path: Any, to: Any) -> Callable[[Any], None]:
+    """Sets a field of the value of a key."""
+
+    def replace(body: Any) -> None:
+        values = body["dense_blocks"]["values"]
+        at(*path, to=to)(next(one for one in values if one["key"] == wanted))
+
+    return replace
+
+
+def swapped(body: Any) -> None:
+    values = body["dense_blocks"]["values"]
+    one, other, *_ = (n for n, value in enumerate(values) if value["group"] == "float32")
+    values[one], values[other] = values[other], values[one]
+
+
+def twice(body: Any) -> None:
+    body["dense_blocks"]["values"].append(dict(body["dense_blocks"]["values"][-1]))
+
+
+def segment_twice(body: Any) -> None:
+    segments = body["dense_blocks"]["segments"]
+    segments.append(dict(segments[-1]))
+
+
+def shared_blocks(body: Any) -> None:
+    """Two segments hold blocks of the other's, by codecs that change what is there."""
+    by_name = {one["name"]: one for one in body["dense_blocks"]["segments"]}
+    ranges = by_name[EF4]["ranges"]
+    by_name[INT8]["ranges"] = [[ranges[0][0], ranges[0][0] + by_name[INT8]["count"]]]
+
+
+def file_above(body: Any) -> None:
+    """A file of the item that is to be written elsewhere."""
+    values = body["dense_blocks"]["values"]
+    found = next(one for one in values if one["at"] is not None and one["group"] == "plain")
+    found |= {"file": True, "key": "../../x"}
+
+
+SPARSE, EF4, INT8 = "dense.int32.sparse", "dense.float32.ef4", "dense.float32.int8"
+W = "params.w/0.0"
+HUGE = 2**45
+CASES: dict[str, Callable[[Any], Any]] = {
+    "no record": at("dense_blocks", to=None),
+    "no map": at("dense_blocks", to=[]),
+    "nothing": at("dense_blocks", to={}),
+    "no values": at("dense_blocks", "values", to=[]),
+    "values swapped": swapped,
+    "a value twice": twice,
+    "a segment twice": segment_twice,
+    "another dtype": of_value(W, "dtype", to="int32"),
+    "a dtype of both": of_value(W, "dtype", to="object"),
+    "another group": of_value(W, "group", to="bfloat16"),
+    "a group that is not": of_segment(EF4, "group", to="float64"),
+    "plain": of_value(W, "group", to="plain"),
+    "no place": of_value(W, "at", to=None),
+    "another place": of_value(W, "at", to=7),
+    "negative place": of_value(W, "at", to=-1),
+    "huge count": of_value(W, "count", to=2**62),
+    "large count": of_value(W, "count", to=HUGE),
+    "smaller count": of_value(W, "count", to=1000),
+    "negative count": of_value(W, "count", to=-1),
+    "a text as a count": of_value(W, "count", to="1"),
+    "a file": of_value(W, "file", to=True),
+    "blocks of two segments": shared_blocks,
+    "a file that is written above": file_above,
+    "a file above": of_value("_METADATA", "key", to="../../x"),
+    "a file elsewhere": of_value("_METADATA", "key", to="/tmp/deltackpt-hostile"),
+    "nul": of_value("_METADATA", "key", to="a\0b"),
+    "an unknown codec": of_segment(EF4, "encodings", 0, "codec", to="ef5"),
+    "another codec": of_segment(EF4, "encodings", 0, "codec", to="sparse"),
+    "no codec": of_segment(EF4, "encodings", to=[]),
+    "segment above": of_segment(EF4, "name", to="../.."),
+    "count of blocks": of_segment(EF4, "count", to=3),
+    "huge count of blocks": of_segment(EF4, "count", to=2**60),
+    "ranges beyond": of_segment(INT8, "ranges", to=[[0, 2**40]]),
+    "ranges back": of_segment(INT8, "ranges", to=[[5, 2]]),
+    "ranges twice": of_segment(INT8, "ranges", to=[[0, 38], [0, 37]]),
+    "no ranges": of_segment(INT8, "ranges", to=None),
+    "no arrays": of_segment(EF4, "arrays", to=[]),
+    "an array less": lambda body: next(
+        one for one in body["dense_blocks"]["segments"] if one["name"].startswith(EF4)
+    )["arrays"].pop(),
+    "huge shape": of_segment(EF4, "arrays", 0, "shape", 0, to=HUGE),
+    "another shape": of_segment(EF4, "arrays", 0, "shape", to=[1]),
+    "no chunk rows": of_segment(EF4, "arrays", 0, "chunk_rows", to=0),
+    "another dtype of codes": of_segment(EF4, "arrays", 0, "dtype", to="int64"),
+    "huge sparse": of_segment(SPARSE, "arrays", -1, "shape", 0, to=HUGE),
+    "fewer sparse": of_segment(SPARSE, "arrays", -1, "shape", 0, to=0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hand_made_record_of_dense_blocks_is_damage(case, chain, tmp_path, nobody_at_work):
+    root = tmp_path / "root"
+    shutil.copytree(chain, root)
+    sound = stored(chain, 4)
+    change(root, 4, MANIFEST, CASES[case])
+    assert body_of(root / "4" / MANIFEST) != body_of(chain / "4" / MANIFEST)
+    tracemalloc.start()
+    try:
+        read_all(root, "list", "verify")
+        with pytest.raises(DeltackptError):
+            found = stored(root, 4)
+            # A count that is smaller is what the record says, and never another leaf's data.
+            assert found != sound
+            with opened(root, CODED) as saver:
+                saver.restore(4, dense_states.initial())
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+    assert not Path("/tmp/deltackpt-hostile").exists()
+    assert not (tmp_path / "x").exists() and not (root / "x").exists()
+
+
+# Several processes.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 2)])
+def test_processes_go_on_with_as_many_as_there_are(server, tmp_path, before, after):
+    root, known = tmp_path / "root", many_worker.Model(kernel=[256, 64])
+    for count, first in ((before, 0), (after, 3)):
+        with Job(server, tmp_path / f"jobs{count}", processes=count, devices=1, model=known) as job:
+            started(job, root, {"mesh": [count, 1], "layout": "cut"}, dense="own")
+            if first:
+                place = {"mesh": [count, 1], "layout": "cut"}
+                found = job.all("restore_latest", place=place, like=2)
+                assert {(one["step"], one["wrong"]) for one in found} == {(2, None)}
+            kinds = [saved_by(job, step)[0]["kind"] for step in range(first, first + 3)]
+            assert kinds == (["delta"] * 3 if first else ["base", "delta", "delta"])
+            job.close()
+    assert step_numbers(root) == [*range(6)]
+    with deltackpt.CheckpointManager(
+        root,
+        handlers={"embeddings": many_worker.tables()},
+        options=deltackpt.ManagerOptions(access="read"),
+    ) as reader:
+        for step in range(6):
+            expected = known.at(step)
+            assert many_worker.difference(reader.restore(step, expected).state, expected) is None
