@@ -167,7 +167,9 @@ class DenseLeaves:
         }
         names = {".".join(key) for key in left}
         chunks = {key for path, array in placed.items() for key in array.keys(boxes[path].values())}
-        values = self._item.read(lambda key: key in chunks or key.rpartition("/")[0] in names)
+        values = self._item.read(
+            lambda key: key in chunks or key.rpartition("/")[0] in names
+        ).values
         leaves: dict[KeyPath, Any] = dict(known)
         for key, array in placed.items():
             template = None if wanted is None else wanted[key]

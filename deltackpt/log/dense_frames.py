@@ -44,7 +44,7 @@ class DenseFrames:
     def restart(self) -> None:
         """The next full mark is whole: a file begins, or a batch was given up."""
         if self._keeper is not None and self._reference is not None:
-            self._keeper.failed(self._reference)
+            self._keeper.references.failed(self._reference)
         self._reference, self._count = None, 0
 
     def of(
@@ -89,7 +89,7 @@ class DenseFrames:
     def written(self, save_id: SaveId) -> None:
         """The frames of a mark were written: nothing reads the copies of earlier ones any more."""
         if self._keeper is not None and self._reference == save_id:
-            self._keeper.committed(save_id, ())
+            self._keeper.references.committed(save_id, save_id)
 
 
 #: What is taken of dense leaves.

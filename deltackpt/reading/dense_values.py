@@ -45,10 +45,6 @@ class DenseValues(NamedTuple):
     files: Mapping[str, memoryview]
 
 
-#: Whether a value is wanted: of a file or of the database, and its key.
-Wanted = Callable[[bool, str], bool]
-
-
 class Base(Protocol):
     """The item of a base: ``orbax_values.OrbaxValues``."""
 
@@ -80,71 +76,6 @@ class PartSource:
         return out
 
 
-class DenseItem:
-    """The dense item of a step, read as it is asked for.
-
-    Attributes:
-      fresh: that what is read is nobody else's, and may be kept and changed.
-    """
-
-    fresh = True
-
-    def __init__(
-        self,
-        saves: Sequence[StoredSave],
-        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
-    ):
-        """Reads nothing yet but manifests.
-
-        Args:
-          saves: a chain of ``read_chain``.
-          item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
-
-        Raises:
-          Damaged: a manifest is missing or altered.
-        """
-        self._sources, self._base = sources_of(saves)
-        self._item_of = item_of
-        self._name = saves[-1].name
-
-    @functools.cached_property
-    def outline(self) -> DenseValues:
-        """All files, and the descriptions of the arrays.
-
-        Raises:
-          Damaged: something is missing or altered.
-        """
-        return self._read(lambda file, key: file or key.endswith(f"/{ZARRAY}"))
-
-    def read(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
-        """Values of the database.
-
-        Args:
-          wanted: whether that of a key is.
-
-        Raises:
-          Damaged: something is missing or altered.
-        """
-        return self._read(lambda file, key: not file and wanted(key)).values
-
-    def whole(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """Values as ``read`` reads them, and the files."""
-        return self._read(lambda file, key: file or wanted(key))
-
-    def _read(self, wanted: Wanted) -> DenseValues:
-        base = self._base
-        if self._sources:
-            item = None if base is None else _Later(base, self._item_of)
-            return values_of(self._sources, item, self._name, wanted)
-        assert base is not None
-        item = self._item_of(base)
-        found = item.read([key for key in item.keys() if wanted(*key)])
-        return DenseValues(
-            {key: data for (file, key), data in found.items() if not file},
-            {key: data for (file, key), data in found.items() if file},
-        )
-
-
 def of_step(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
@@ -164,18 +95,75 @@ def of_step(
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, lambda saves: DenseItem(saves, item_of).whole(wanted))
+    return read_whole(saves, lambda saves: DenseItem(saves, item_of).read(wanted))
 
 
-class _Later(NamedTuple):
+class DenseItem:
+    """The dense item of a step, read as it is asked for.
+
+    Attributes:
+      fresh: that what is read is nobody else's, and may be kept and changed.
+    """
+
+    fresh = True
+
+    def __init__(
+        self,
+        saves: Sequence[StoredSave],
+        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    ):
+        """Reads nothing yet but manifests.
+
+        Args:
+          saves: a chain of ``read_chain``.
+          item_of: as for ``of_step``.
+
+        Raises:
+          Damaged: a manifest is missing or altered.
+        """
+        self._sources, base = sources_of(saves)
+        self._base = None if base is None else _Later(base, item_of)
+        self._name = saves[-1].name
+
+    @functools.cached_property
+    def outline(self) -> DenseValues:
+        """All files, and the descriptions of the arrays.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
+
+    def read(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Values of the database, and all files.
+
+        Args:
+          wanted: whether the value of a key is.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        if self._sources:
+            return values_of(self._sources, self._base, self._name, wanted)
+        assert self._base is not None
+        return _all_of(self._base.item, wanted)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Later:
     """The item of a base, sought only where deltas do not complete all: it may be gone else."""
 
     save: StoredSave
     item_of: Callable[[StoredSave], OrbaxValues]
 
+    @functools.cached_property
+    def item(self) -> OrbaxValues:
+        """The item; what it has verified it does not verify again."""
+        return self.item_of(self.save)
+
     def fill(self, into: Mapping[Key, np.ndarray]) -> None:
         """See ``Base``."""
-        self.item_of(self.save).fill(into)
+        self.item.fill(into)
 
 
 def listed(save: StoredSave) -> list[BlockedValue]:
@@ -200,6 +188,15 @@ def sources_of(
     return found, None
 
 
+def _all_of(base: OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
+    keys = [key for key in base.keys() if key[0] or wanted(key[1])]
+    found = base.read(keys)
+    return DenseValues(
+        {key: data for (file, key), data in found.items() if not file},
+        {key: data for (file, key), data in found.items() if file},
+    )
+
+
 def sources(save: StoredSave) -> Iterator[PartSource]:
     """What each process wrote of the dense leaves of a save that has them as blocks.
 
@@ -218,7 +215,7 @@ def values_of(
     sources: Sequence[Sequence[Source]],
     base: Base | None,
     name: str,
-    wanted: Wanted = lambda file, key: True,
+    wanted: Callable[[str], bool] = lambda key: True,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
@@ -226,7 +223,7 @@ def values_of(
       sources: what the processes wrote of each, newest first.
       base: of the oldest one's parent; None where it has none.
       name: how errors name the newest.
-      wanted: what of it is.
+      wanted: as for ``of_step``.
 
     Raises:
       Damaged: something is missing or altered.
@@ -261,7 +258,7 @@ def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
             return np.empty(shape, dtype)
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    filling, lanes = Filling.of(sources[0], name, lambda file, key: True, buffer=nowhere), Lanes()
+    filling, lanes = Filling.of(sources[0], name, lambda key: True, buffer=nowhere), Lanes()
     for save in sources:
         if filling.complete:
             break
@@ -301,7 +298,7 @@ class Filling:
         cls,
         newest: Sequence[Source],
         name: str,
-        wanted: Wanted,
+        wanted: Callable[[str], bool],
         *,
         buffer: Callable[[tuple[int, ...], np.dtype], np.ndarray] = memory.empty_buffer,
     ) -> Filling:
@@ -312,7 +309,7 @@ class Filling:
                 key = value.file, value.key
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
-                if wanted(*key):
+                if value.file or wanted(value.key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
                     data = buffer(shape, dtype_of(value.dtype))
                     leaves[key] = Leaf(key, data, value.count)

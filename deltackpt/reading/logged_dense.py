@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -109,8 +110,8 @@ class ProcessDense:
             held = None if at is None else before.marks.get(self._key(at))
             if held is not None:
                 break
-        base = None if held is None else _given(held)
         name = sources[0][0].name
+        base = None if held is None else _Held(held, name)
         values, files = dense_values.values_of(sources, base, name)
         found = {(False, key): data for key, data in values.items()}
         found |= {(True, key): data for key, data in files.items()}
@@ -147,8 +148,20 @@ def against_of(frame: FrameAt) -> int | None:
     return head.against
 
 
-def _given(held: Values) -> dense_values.Base:
-    return lambda keys: {key: held[key] for key in keys if key in held}
+class _Held(NamedTuple):
+    """What was read of an earlier mark; see ``dense_values.Base``."""
+
+    values: Values
+    name: str
+
+    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+        """See ``Base``."""
+        for key, out in into.items():
+            data = self.values.get(key)
+            if data is None or data.nbytes != len(out):
+                have = "none" if data is None else f"{data.nbytes}"
+                raise Damaged(self.name, f"{len(out)} bytes of {key[1]} in the mark before", have)
+            out[:] = np.frombuffer(data, np.uint8)
 
 
 class FrameSource:

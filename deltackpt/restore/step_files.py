@@ -62,12 +62,12 @@ class DenseFiles:
     @property
     def outline(self) -> DenseValues:
         """As ``DenseItem.outline``."""
-        described = {k: v for k, v in self._found.values.items() if k.endswith(f"/{ocdbt.ZARRAY}")}
-        return DenseValues(described, self._found.files)
+        return self.read(lambda key: key.endswith(f"/{ocdbt.ZARRAY}"))
 
-    def read(self, wanted: Callable[[str], bool]) -> Mapping[str, memoryview]:
+    def read(self, wanted: Callable[[str], bool]) -> DenseValues:
         """As ``DenseItem.read``."""
-        return {key: value for key, value in self._found.values.items() if wanted(key)}
+        found = {key: value for key, value in self._found.values.items() if wanted(key)}
+        return DenseValues(found, self._found.files)
 
     def folder(self, item: str) -> Path:
         """See ``ItemFiles``.

@@ -95,7 +95,7 @@ def check_keys(name: str, keys: Iterable[str], values: Mapping[str, memoryview])
     described = {
         key.removesuffix(f"/{ZARRAY}"): bytes(data)
         for key, data in values.items()
-        if _describes(False, key)
+        if _describes(key)
     }
     try:
         differing = sorted(ocdbt.implied(described).symmetric_difference(keys))
@@ -106,5 +106,5 @@ def check_keys(name: str, keys: Iterable[str], values: Mapping[str, memoryview])
         raise Damaged(name, expected, f"a difference in {', '.join(differing[:3])}")
 
 
-def _describes(file: bool, key: str) -> bool:
-    return not file and key.endswith(f"/{ZARRAY}")
+def _describes(key: str) -> bool:
+    return key.endswith(f"/{ZARRAY}")

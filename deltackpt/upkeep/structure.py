@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
         name = names.manifest_name(part.process)
         if record.process != part.process:
             yield name, f"the part of process {part.process}", f"that of {record.process}"
-        if part.nbytes != (own := record.own_nbytes):
+        if part.nbytes != (own := _own_bytes(record)):
             yield name, f"{part.nbytes} bytes of arrays as the index says", f"{own}"
         if part.covers != record.covers:
             yield name, "the covers that the index says", "others"
@@ -84,6 +85,10 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
             if found != wanted:
                 name = names.manifest_name(0)
                 yield name, f"{wanted} cells of {group.name} in all parts", f"{found}"
+
+
+def _own_bytes(record: Manifest) -> int:
+    return dataclasses.replace(record, parts=()).nbytes
 
 
 def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
