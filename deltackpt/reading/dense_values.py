@@ -89,8 +89,14 @@ class PartSource:
         return out
 
 
+#: Where the blocks, or the bytes, of a value are to lie: as for ``apply``, with any contents.
+Room = Callable[[BlockedValue], np.ndarray]
+
+
 def of_step(
-    saves: Sequence[StoredSave], wanted: Callable[[str], bool] = lambda key: True
+    saves: Sequence[StoredSave],
+    wanted: Callable[[str], bool] = lambda key: True,
+    room: Room | None = None,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -99,26 +105,29 @@ def of_step(
     Args:
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
+      room: where the values of blocks are to lie; in memory of their own by default.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted))
+    return read_whole(saves, functools.partial(_of_step, wanted=wanted, room=room))
 
 
-def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> DenseValues:
+def _of_step(
+    saves: Sequence[StoredSave], *, wanted: Callable[[str], bool], room: Room | None
+) -> DenseValues:
     sources, base = [], None
     for save in reversed(saves):
         if save.head.dense_blocks is None:
             base = orbax_values.of_save(save)
             break
-        sources.append([*_sources(save)])
+        sources.append([*sources_of(save)])
     name = saves[-1].name
     if not sources:
         assert base is not None
         return _all_of(base, wanted)
-    return values_of(sources, None if base is None else base.read, name, wanted)
+    return values_of(sources, None if base is None else base.read, name, wanted, room)
 
 
 def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
@@ -130,7 +139,12 @@ def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> De
     )
 
 
-def _sources(save: StoredSave) -> Iterator[PartSource]:
+def sources_of(save: StoredSave) -> Iterator[PartSource]:
+    """What the processes wrote of a save that has its dense leaves as blocks.
+
+    Raises:
+      Damaged: one of them says nothing of them.
+    """
     for part in save.parts():
         record = part.record.dense_blocks
         if record is None:
@@ -144,6 +158,7 @@ def values_of(
     base: Base | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
+    room: Room | None = None,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
@@ -152,11 +167,12 @@ def values_of(
       base: of the oldest one's parent; None where it has none.
       name: how errors name the newest.
       wanted: as for ``of_step``.
+      room: likewise.
 
     Raises:
       Damaged: something is missing or altered.
     """
-    filling = Filling.of(sources[0], name, wanted)
+    filling = Filling.of(sources[0], name, wanted, room or _empty)
     work: list[list[_Piece]] = []
     for each in sources:
         if filling.complete:
@@ -182,8 +198,18 @@ def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
       Damaged: something is missing or altered.
     """
     filling = Filling({key: _Leaf(key, data) for key, data in held.items()}, source.name)
-    for piece in _pieces(source, filling):
-        piece.run()
+    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
+        for _ in pool.map(_Piece.run, _pieces(source, filling)):
+            pass
+
+
+def shape_of(value: BlockedValue) -> tuple[int, ...]:
+    """Shape of what a value is held in: (blocks, 256); of a plain one (bytes,)."""
+    return (value.count,) if value.plain else (value.blocks, BLOCK)
+
+
+def _empty(value: BlockedValue) -> np.ndarray:
+    return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
 
 
 @dataclasses.dataclass(eq=False)
@@ -222,7 +248,9 @@ class Filling:
         self._name = name
 
     @classmethod
-    def of(cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool]) -> Filling:
+    def of(
+        cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool], room: Room
+    ) -> Filling:
         """What the newest save says that there is, all of it missing."""
         leaves: dict[Key, _Leaf] = {}
         for source in newest:
@@ -231,9 +259,7 @@ class Filling:
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
                 if value.file or wanted(value.key):
-                    shape = (value.count,) if value.plain else (value.blocks, BLOCK)
-                    data = memory.empty_buffer(shape, dtype_of(value.dtype))
-                    leaves[key] = _Leaf(key, data, value.count)
+                    leaves[key] = _Leaf(key, room(value), value.count)
         return cls(leaves, name)
 
     @property
@@ -250,7 +276,7 @@ class Filling:
         found = self._leaves.get((value.file, value.key))
         if found is None or not found.missing.any():
             return None
-        shape = (value.count,) if value.plain else (value.blocks, BLOCK)
+        shape = shape_of(value)
         if found.data.shape != shape or found.data.dtype != dtype_of(value.dtype):
             expected = f"{value.key} as {found.data.dtype.name}{list(found.data.shape)}"
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")

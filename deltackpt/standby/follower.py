@@ -48,6 +48,7 @@ from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import files as held_files
 from deltackpt.standby import shards, work
 from deltackpt.standby.beside import Beside
+from deltackpt.standby.dense import BlockedDense
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
@@ -408,7 +409,7 @@ class Follower:
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:
-            beside = stack.enter_context(self._beside(goal))
+            beside = stack.enter_context(self._beside(goal, further if before else ()))
             publish = None
             for number, load in enumerate(loads(seen)):
                 found = load()
@@ -441,14 +442,19 @@ class Follower:
         return True
 
     @contextlib.contextmanager
-    def _beside(self, goal: Goal) -> Iterator[Beside]:
-        """Files beside the tables; those that are held in the end are kept, others let go."""
+    def _beside(self, goal: Goal, further: Sequence[StoredSave] = ()) -> Iterator[Beside]:
+        """Files beside the tables; those that are held in the end are kept, others let go.
+
+        Args:
+          goal: what is to be held.
+          further: the saves that lead from what is held to its step, if any do.
+        """
         held, most_bytes = self._holding, self._bytes_beside(goal.save.layout)
         files = None
         if held is not None and held.is_beside(goal):
             files = held.files
         elif goal.full is None:
-            files = held_files.read(goal.save, most_bytes)
+            files = held_files.read(goal.save, most_bytes, self._dense_of(goal.save, further))
         beside = Beside(goal, files, most_bytes, self._dense)
         try:
             yield beside
@@ -456,6 +462,14 @@ class Follower:
             held = self._holding
             if beside.files is not None and (held is None or held.files is not beside.files):
                 beside.files.close()
+
+    def _dense_of(self, save: StoredSave, further: Sequence[StoredSave]) -> BlockedDense | None:
+        """The dense leaves of a step that are no files of it."""
+        if save.head.dense_blocks is None:
+            return None
+        held = self._holding
+        of_step = held is not None and held.files_of is None
+        return BlockedDense(save, further, held.files if held is not None and of_step else None)
 
     def _bytes_beside(self, layout: Layout) -> int:
         """How much memory may be taken for what is no row."""
