@@ -131,7 +131,7 @@ def test_damaged_blocks_leave_what_is_held(tmp_path):
             advanced(one)
         assert_holds_dense(one, tmp_path, step - 1)
         found.write_bytes(whole)
-        one._refused.clear()
+        one._candidates._refused.clear()
         advanced(one)
         assert_holds_dense(one, tmp_path, step + 1)
 

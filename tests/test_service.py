@@ -759,8 +759,9 @@ def test_dense_leaves_that_are_blocks_come_from_memory(cluster, tmp_path):
             if path.is_file() and not path.name.startswith("manifest."):
                 path.unlink()
         for machine in (contextlib.nullcontext(), on_another_machine()):
-            with machine, reader(trainer.root) as manager:
-                assert_from_service(newest(manager, trainer.state), expected)
+            with machine:
+                found = restored(trainer.root, trainer.state)
+            assert_from_service(found, expected)
 
 
 def test_files_that_changed_in_memory_are_not_taken(standing):

@@ -73,6 +73,14 @@ class Source(Protocol):
 Base = Callable[[Sequence[Key]], Mapping[Key, memoryview]]
 
 
+#: Called with the lengths of what is read.
+OnBytes = Callable[[int], None]
+
+
+def _nobody(nbytes: int) -> None:
+    """Nobody asks."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartSource:
     """The blocks of a part of a step; see ``Source``."""
@@ -80,10 +88,12 @@ class PartSource:
     part: StoredPart
     record: DenseBlocks
     name: str
+    on_bytes: OnBytes = _nobody
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """See ``Source``."""
         self.part.check(segment)
+        self.on_bytes(sum(self.part.chunks_of(segment, entry, start, stop).values()))
         out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
         self.part.read_array(segment, entry, start, stop, out)
         return out
@@ -97,6 +107,7 @@ def of_step(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
     room: Room | None = None,
+    on_bytes: OnBytes = _nobody,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -106,41 +117,61 @@ def of_step(
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
       room: where the values of blocks are to lie; in memory of their own by default.
+      on_bytes: called with the lengths of the chunks, and of the base's values, as they are read.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, functools.partial(_of_step, wanted=wanted, room=room))
+    read = functools.partial(_of_step, wanted=wanted, room=room, on_bytes=on_bytes)
+    return read_whole(saves, read)
 
 
 def _of_step(
-    saves: Sequence[StoredSave], *, wanted: Callable[[str], bool], room: Room | None
+    saves: Sequence[StoredSave],
+    *,
+    wanted: Callable[[str], bool],
+    room: Room | None,
+    on_bytes: OnBytes,
 ) -> DenseValues:
     sources, base = [], None
     for save in reversed(saves):
         if save.head.dense_blocks is None:
             base = orbax_values.of_save(save)
             break
-        sources.append([*sources_of(save)])
+        sources.append([*sources_of(save, on_bytes)])
     name = saves[-1].name
     if not sources:
         assert base is not None
-        return _all_of(base, wanted)
-    return values_of(sources, None if base is None else base.read, name, wanted, room)
+        return _all_of(base, wanted, on_bytes)
+
+    def read(keys: Sequence[Key]) -> Mapping[Key, memoryview]:
+        assert base is not None
+        found = base.read(keys)
+        on_bytes(sum(data.nbytes for data in found.values()))
+        return found
+
+    return values_of(sources, None if base is None else read, name, wanted, room)
 
 
-def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
+def _all_of(
+    base: orbax_values.OrbaxValues, wanted: Callable[[str], bool], on_bytes: OnBytes
+) -> DenseValues:
     keys = [key for key in base.keys() if key[0] or wanted(key[1])]
     found = base.read(keys)
+    on_bytes(sum(data.nbytes for data in found.values()))
     return DenseValues(
         {key: data for (file, key), data in found.items() if not file},
         {key: data for (file, key), data in found.items() if file},
     )
 
 
-def sources_of(save: StoredSave) -> Iterator[PartSource]:
+def sources_of(save: StoredSave, on_bytes: OnBytes = _nobody) -> Iterator[PartSource]:
     """What the processes wrote of a save that has its dense leaves as blocks.
+
+    Args:
+      save: the save.
+      on_bytes: as for ``of_step``.
 
     Raises:
       Damaged: one of them says nothing of them.
@@ -150,7 +181,8 @@ def sources_of(save: StoredSave) -> Iterator[PartSource]:
         if record is None:
             shown = f"{save.name}/{names.manifest_name(part.record.process)}"
             raise Damaged(shown, "blocks of dense leaves, as in the first part", "none")
-        yield PartSource(part, record, f"{save.name}, process {part.record.process}")
+        shown = f"{save.name}, process {part.record.process}"
+        yield PartSource(part, record, shown, on_bytes)
 
 
 def values_of(
@@ -186,20 +218,31 @@ def values_of(
     return filling.values()
 
 
-def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
+def apply(
+    source: Source,
+    held: Mapping[Key, np.ndarray],
+    writable: Callable[[Key], np.ndarray] | None = None,
+) -> None:
     """Applies what one process wrote to what its parent was, in place.
 
     Args:
       source: newer than what is held.
       held: leaves as (blocks, 256), plain values as (n,) uint8, each with what it was; those that
         ``source`` completes may hold anything.
+      writable: gives what to write in the place of a value that changes, alike and with the same
+        contents; by default that is what is held.
 
     Raises:
       Damaged: something is missing or altered.
     """
     filling = Filling({key: _Leaf(key, data) for key, data in held.items()}, source.name)
+    pieces = [*_pieces(source, filling)]
+    if writable is not None:
+        changed = {leaf.key: leaf for piece in pieces for _, _, leaf in piece.parts}
+        for key, leaf in changed.items():
+            leaf.data = writable(key)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-        for _ in pool.map(_Piece.run, _pieces(source, filling)):
+        for _ in pool.map(_Piece.run, pieces):
             pass
 
 
