@@ -132,12 +132,14 @@ def assert_is(version: Version, params: dict[str, Any]) -> None:
 
 
 def stored_chunks(step_dir: Path) -> list[Path]:
-    """Files of the blocks of a delta."""
-    return sorted(
+    """Files of the blocks of a delta that hold bf16 weights."""
+    found = sorted(
         path
         for path in (step_dir / "embeddings").rglob("*")
-        if path.is_file() and "c" in path.parts and path.stat().st_size > 100
+        if path.is_file() and "c" in path.parts and "dense.bfloat16" in str(path)
     )
+    assert found
+    return found
 
 
 # Versions.
@@ -326,7 +328,7 @@ def test_nothing_is_shown_before_there_is_a_step(tmp_path):
         live.wait_ready(0.0)
 
 
-def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog, monkeypatch):
+def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path)
@@ -335,7 +337,6 @@ def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog, 
         step, state = trainer.step, trainer.state
         trainer.save()
         damaged = {path: path.read_bytes() for path in stored_chunks(tmp_path / str(trainer.step))}
-        assert damaged
         for path, whole in damaged.items():
             half = len(whole) // 2
             path.write_bytes(whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :])

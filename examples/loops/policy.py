@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-CONTEXTS, ACTIONS, WIDTH = 64, 8, 512
+BITS, ACTIONS, WIDTH = 12, 8, 512
+CONTEXTS = 1 << BITS
 LEARNING_RATE = 2e-5
 OPTIMIZER = optax.adam(LEARNING_RATE)
 #: Where the weights of rollouts stand in the state.
@@ -42,7 +43,7 @@ def first_state(key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, 3)
     scale = WIDTH**-0.5
     params = {
-        "contexts": jax.random.normal(keys[0], (CONTEXTS, WIDTH)),
+        "bits": BITS**-0.5 * jax.random.normal(keys[0], (BITS, WIDTH)),
         "hidden": scale * jax.random.normal(keys[1], (WIDTH, WIDTH)),
         "actions": scale * jax.random.normal(keys[2], (WIDTH, ACTIONS)),
     }
@@ -59,21 +60,23 @@ def cast(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
 
 
-def logits(params: Any, contexts: jax.Array) -> jax.Array:
+def logits(params: Any, contexts: jax.Array | np.ndarray) -> jax.Array:
     """(n, ACTIONS) of (n,) contexts."""
-    hidden = jax.nn.relu(params["contexts"][contexts] @ params["hidden"])
+    bits = 2 * (contexts[:, None] >> jnp.arange(BITS) & 1) - 1
+    hidden = jax.nn.relu(bits.astype(params["bits"].dtype) @ params["bits"])
+    hidden = jax.nn.relu(hidden @ params["hidden"])
     return (hidden @ params["actions"]).astype(jnp.float32)
 
 
 @jax.jit
-def act(params: Any, key: jax.Array, contexts: jax.Array) -> jax.Array:
+def act(params: Any, key: jax.Array, contexts: jax.Array | np.ndarray) -> jax.Array:
     """An action for each context, drawn by the policy."""
     return jax.random.categorical(key, logits(params, contexts))
 
 
 def rewards(contexts: np.ndarray, actions: np.ndarray) -> np.ndarray:
     """1 where the action is the one that the context pays for."""
-    return (actions == contexts * 5 % ACTIONS).astype(np.float32)
+    return (actions == contexts % ACTIONS).astype(np.float32)
 
 
 @jax.jit

@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A rollout process.")
     parser.add_argument("--directory", required=True, help="of the checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=512)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     key = jax.random.key(options.seed)
