@@ -120,11 +120,13 @@ def show(
 ) -> None:
     """Show a step of DIRECTORY, the newest by default.
 
-    That is its save and chain, its tables and slots, and its dense leaves.
+    That is its save and chain, its tables and slots, and its dense leaves; of a delta that has
+    these as blocks, by which codes, and how many blocks changed.
     """
     from deltackpt.inspect import html
     from deltackpt.inspect.checkpoints import FIGURE_COLUMNS, figure_lines
     from deltackpt.inspect.dense import DENSE_COLUMNS, dense_line
+    from deltackpt.inspect.dense_of_blocks import SAVED_COLUMNS, saved_line
     from deltackpt.inspect.step import FIELD_COLUMNS, field_lines
 
     ck = _open(directory, item, endpoint)
@@ -141,6 +143,9 @@ def show(
     if found.dense:
         lines = [dense_line(leaf) for leaf in found.dense.values()]
         terminal.print_table(DENSE_COLUMNS, lines)
+    if found.dense_saved:
+        lines = [saved_line(leaf) for leaf in found.dense_saved]
+        terminal.print_table(SAVED_COLUMNS, lines, "dense leaves in this save")
 
 
 @click.command(
@@ -271,6 +276,7 @@ def _save(save: Save) -> dict[str, Any]:
         "rows": save.rows,
         "total_rows": save.total_rows,
         "array_bytes": save.nbytes,
+        "dense_bytes": save.dense_nbytes,
         "disk_bytes": save.disk_bytes,
         "committed_at": save.committed_at,
         "reason": save.reason,
@@ -298,6 +304,7 @@ def _shown(step: Step, save: Save) -> dict[str, Any]:
         "reads": step.reads,
         "state": tables,
         "dense": dense,
+        "dense_saved": step.dense_saved,
     }
 
 

@@ -238,7 +238,8 @@ class Manifest:
     segments: tuple[Segment, ...]
     dense: tuple[DenseLeaf, ...] = ()
     tracking_paths: tuple[KeyPath, ...] = ()
-    #: Which digest files were promised: "item", and "step" under our own commit.
+    #: Which digest files were promised: "item", and "step" under our own commit. "dense" where
+    #: the item of a compacted base holds Orbax's of the dense leaves: those of the item cover it.
     digests: tuple[str, ...] = ("item",)
     #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
     item_digests_crc32c: int = 0

@@ -17,6 +17,7 @@ Beside the steps::
     compacted/
       lock                             held by the one compactor of the directory
       <step>/<item>/                   a base that stands for the item of the step
+        dense/                         Orbax's item, where the step has dense leaves as blocks
       <step>.<id>.tmp/                 one that is being folded
     kept.msgpack                       what the trainer's policy of retention keeps
     log/

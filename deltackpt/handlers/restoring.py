@@ -19,6 +19,7 @@ from deltackpt.errors import (
     RestoreError,
     StepGone,
     StepNotFound,
+    StorageError,
 )
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues
@@ -428,10 +429,16 @@ class Restorer:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         split = tables.split(state, run.choice)
-        if not split.layout.dense:
+        # Orbax's item of a delta goes with its step, once that is compacted: what follows is whole.
+        if not split.layout.dense or not found.target.has_dense:
             return
-        chain = saves.read_chain(found.target.step_dir, run.item)
-        described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
+        try:
+            chain = saves.read_chain(found.target.step_dir, run.item)
+            # Read once more to be compared: what is wrong there is not taken for equal.
+            described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
+        except (RestoreError, StorageError):
+            # Damaged or removed since it was restored: the next delta holds whole leaves.
+            return
         keeper.adopt(
             found.target.info.save_id,
             dense.storable(split.dense),

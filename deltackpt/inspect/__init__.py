@@ -14,6 +14,7 @@ Example:
 from deltackpt.inspect.changes import Diff, TableDiff
 from deltackpt.inspect.checkpoints import Checkpoints, Save, open
 from deltackpt.inspect.dense import DenseItem, DenseLeaf
+from deltackpt.inspect.dense_of_blocks import SavedLeaf
 from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import LazyArray
 from deltackpt.inspect.logs import Log, Stretch
@@ -29,6 +30,7 @@ __all__ = [
     "LazyArray",
     "Log",
     "Save",
+    "SavedLeaf",
     "Statistics",
     "Step",
     "Stretch",

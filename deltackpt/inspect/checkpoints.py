@@ -33,7 +33,7 @@ from deltackpt.inspect.logs import Log, log_of
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import saves
+from deltackpt.reading import dense_values, saves
 from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Logs
@@ -60,6 +60,8 @@ class Save:
       tables: each field of each table of which rows were written; empty where all were.
       table_rows: name of each table to its rows.
       nbytes: bytes of its arrays, before any compression.
+      dense_nbytes: likewise of the dense leaves that it holds as blocks; None where it has Orbax's
+        item of them, or none.
       problem: what is wrong with it or its chain; empty where nothing was found. The data is not
         read: ``deltackpt verify`` does.
     """
@@ -74,6 +76,7 @@ class Save:
     tables: tuple[TableFigures, ...] = ()
     table_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     nbytes: int = 0
+    dense_nbytes: int | None = None
     problem: str = ""
 
     @property
@@ -278,8 +281,10 @@ class Checkpoints:
 
     def _described(self, save: StoredSave, chain_length: int | None, compacted: bool) -> Save:
         head, info = save.head, save.info
-        problem = ""
+        problem, dense_nbytes = "", None
         try:
+            if head.dense_blocks is not None:
+                dense_nbytes = sum(one.record.nbytes for one in dense_values.sources(save))
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)
@@ -305,6 +310,7 @@ class Checkpoints:
             tables=self._figures.get(save, ()),
             table_rows={table.name: table.rows for table in head.tables},
             nbytes=info.nbytes,
+            dense_nbytes=dense_nbytes,
             problem=problem,
         )
 
@@ -516,6 +522,9 @@ SAVE_COLUMNS = (
 def save_line(save: Save) -> tuple[Any, ...]:
     """A step as a line under ``SAVE_COLUMNS``."""
     kind = f"{save.kind} (compacted)" if save.compacted else save.kind
+    codecs = {figures.codec for figures in save.tables}
+    if save.dense_nbytes is not None:
+        codecs.add("dense blocks")
     return (
         save.step,
         kind or "unreadable",
@@ -524,7 +533,7 @@ def save_line(save: Save) -> tuple[Any, ...]:
         save.rows,
         f"{save.rows / save.total_rows:.2%}" if save.total_rows else None,
         size(save.disk_bytes),
-        "+".join(sorted({figures.codec for figures in save.tables})) or None,
+        "+".join(sorted(codecs)) or None,
         html.utc(save.committed_at),
         save.problem or save.reason.removeprefix(f"{save.kind}: "),
     )

@@ -118,7 +118,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def strings(self) -> dict[str, str]:
         """Strings that the item holds, by the keys of their leaves joined with ``.``."""
         with self._standing():
-            found = self._json(_STRINGS) if (self._dir / _STRINGS).is_file() else {}
+            found = self._json(_STRINGS) if self._has(_STRINGS) else {}
             self._check_stands()
             return found
 
@@ -127,10 +127,9 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         """Implementations of the typed PRNG keys that it holds, by keys as ``strings``."""
         found = {}
         with self._standing():
-            for file in (self._dir / _ARRAY_METADATAS).keys():
-                if not file.startswith("process_"):
+            for name in self._names_in(_ARRAY_METADATAS):
+                if not name.startswith(f"{_ARRAY_METADATAS}/process_"):
                     continue
-                name = f"{_ARRAY_METADATAS}/{file}"
                 with self.described(name):
                     for entry in self._json(name)["array_metadatas"]:
                         metadata = entry["array_metadata"]
@@ -238,7 +237,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         return self._parsed[name]
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        if not (self._dir / METADATA).is_file():
+        if not self._has(METADATA):
             self._check_stands()
             if not self._digests:
                 raise ForeignDirectory(
@@ -247,9 +246,20 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 )
         self._check(data=False)
         try:
-            return json.loads((self._dir / name).read())
+            return json.loads(self._read(name))
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
+
+    def _has(self, name: str) -> bool:
+        """Whether there is such a file beside the arrays."""
+        return (self._dir / name).is_file()
+
+    def _names_in(self, folder: str) -> list[str]:
+        """The files of a folder beside the arrays."""
+        return [f"{folder}/{name}" for name in (self._dir / folder).keys()]
+
+    def _read(self, name: str) -> bytes:
+        return (self._dir / name).read()
 
     def _check_stands(self) -> None:
         """Leaves of another save must not stand beside the tables of this one."""

@@ -15,6 +15,13 @@ from deltackpt.format import blocks, globs, manifest, names
 from deltackpt.format.manifest import FieldSpec, TableEntry
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_line
+from deltackpt.inspect.dense_of_blocks import (
+    SAVED_COLUMNS,
+    DenseOfBlocks,
+    SavedLeaf,
+    saved_leaves,
+    saved_line,
+)
 from deltackpt.inspect.lazy import LazyArray, Saves
 from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
@@ -143,17 +150,32 @@ class Step:
         return self._item(names.DENSE_ITEM)
 
     @functools.cached_property
+    def dense_saved(self) -> tuple[SavedLeaf, ...]:
+        """What the save itself holds of each dense leaf as blocks; nothing where it has an item.
+
+        Raises:
+          Damaged: its records are missing or altered.
+          StepGone: it was removed.
+        """
+        with self._standing():
+            return saved_leaves(self._own)
+
+    @functools.cached_property
     def items(self) -> Mapping[str, DenseItem]:
-        """Every item that Orbax's PyTree handler wrote, by name."""
+        """Every item that Orbax's PyTree handler wrote, or would have written, by name."""
         with self._standing():
             found = [
                 name for name in self._spot.folders() if (self._spot / name / METADATA).is_file()
             ]
+            if self._own.head.dense_blocks is not None:
+                found.append(names.DENSE_ITEM)
             saves.check_stands(self._own)
-            return MappingProxyType({name: self._item(name) for name in found})
+            return MappingProxyType({name: self._item(name) for name in sorted(found)})
 
     def _item(self, name: str) -> DenseItem:
         entries = self._own.layout.dense if name == names.DENSE_ITEM else ()
+        if name == names.DENSE_ITEM and self._own.head.dense_blocks is not None:
+            return DenseOfBlocks(self._spot / name, self._saves, entries, stands=self._stands)
         return DenseItem(
             self._spot / name,
             entries,
@@ -241,6 +263,9 @@ def _page(step: Step) -> str:
     if step.dense:
         lines = [dense_line(leaf) for leaf in step.dense.values()]
         parts.append(html.table(DENSE_COLUMNS, lines))
+    if step.dense_saved:
+        lines = [saved_line(leaf) for leaf in step.dense_saved]
+        parts.append(html.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
     return "".join(parts)
 
 

@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from deltackpt.codecs import of_blocks
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import Damaged
 from deltackpt.format import blocks, gaps, names
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks
+from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
-from deltackpt.reading import orbax_values
+from deltackpt.reading import dense_work, orbax_values
+from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 
@@ -43,42 +43,38 @@ class DenseValues(NamedTuple):
     files: Mapping[str, memoryview]
 
 
-#: A value of the item: whether it is a file, and its key.
-Key = tuple[bool, str]
+class Base(Protocol):
+    """The item of a base: ``orbax_values.OrbaxValues``."""
 
+    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+        """Reads values to where they are wanted, verified.
 
-class Source(Protocol):
-    """What one process wrote of dense leaves, in a step or in a mark."""
-
-    @property
-    def name(self) -> str:
-        """How errors name it."""
-        ...
-
-    @property
-    def record(self) -> DenseBlocks:
-        """What it is."""
-        ...
-
-    def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
-        """Rows of a stored array, verified.
+        Args:
+          into: (bytes,) uint8, of each value that is wanted.
 
         Raises:
-          Damaged: they are missing or altered.
+          Damaged: one is missing, altered, or of another length.
         """
         ...
 
 
-#: The values that are in the item of a base, for some keys; all that are asked for.
-Base = Callable[[Sequence[Key]], Mapping[Key, memoryview]]
-
-
 #: Called with the lengths of what is read.
 OnBytes = Callable[[int], None]
+#: Gives room for a value: see ``apply``, with any contents.
+Room = Callable[[BlockedValue], np.ndarray]
 
 
-def _nobody(nbytes: int) -> None:
-    """Nobody asks."""
+def shape_of(value: BlockedValue) -> tuple[int, ...]:
+    """Shape of what a value is held in: (blocks, 256); of a plain one (bytes,)."""
+    return (value.count,) if value.plain else (value.blocks, BLOCK)
+
+
+def _empty(value: BlockedValue) -> np.ndarray:
+    return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
+
+
+def _uncounted(nbytes: int) -> None:
+    """Nobody asks how much is read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +84,7 @@ class PartSource:
     part: StoredPart
     record: DenseBlocks
     name: str
-    on_bytes: OnBytes = _nobody
+    on_bytes: OnBytes = _uncounted
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """See ``Source``."""
@@ -99,15 +95,13 @@ class PartSource:
         return out
 
 
-#: Where the blocks, or the bytes, of a value are to lie: as for ``apply``, with any contents.
-Room = Callable[[BlockedValue], np.ndarray]
-
-
 def of_step(
     saves: Sequence[StoredSave],
     wanted: Callable[[str], bool] = lambda key: True,
-    room: Room | None = None,
-    on_bytes: OnBytes = _nobody,
+    *,
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues] = orbax_values.of_save,
+    room: Room = _empty,
+    on_bytes: OnBytes = _uncounted,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -116,42 +110,72 @@ def of_step(
     Args:
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
-      room: where the values of blocks are to lie; in memory of their own by default.
+      item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
+      room: where the values of blocks are to lie; those of a base lie in memory of their own.
       on_bytes: called with the lengths of the chunks, and of the base's values, as they are read.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    read = functools.partial(_of_step, wanted=wanted, room=room, on_bytes=on_bytes)
+    read = functools.partial(_of_step, wanted=wanted, item_of=item_of, room=room, on_bytes=on_bytes)
     return read_whole(saves, read)
+
+
+def listed(save: StoredSave) -> list[BlockedValue]:
+    """The values of the dense item of a save that has them as blocks; none of another one."""
+    if save.head.dense_blocks is None:
+        return []
+    return [value for source in sources(save) for value in source.record.values]
 
 
 def _of_step(
     saves: Sequence[StoredSave],
     *,
     wanted: Callable[[str], bool],
-    room: Room | None,
+    item_of: Callable[[StoredSave], orbax_values.OrbaxValues],
+    room: Room,
     on_bytes: OnBytes,
 ) -> DenseValues:
-    sources, base = [], None
+    found, base = sources_of(saves, on_bytes)
+    if not found:
+        assert base is not None
+        return _all_of(item_of(base), wanted, on_bytes)
+
+    def opened() -> Base:
+        assert base is not None
+        return _Counted(item_of(base), on_bytes)
+
+    opens = None if base is None else opened
+    return values_of(found, opens, saves[-1].name, wanted, room)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Counted:
+    """A base of which it is told what is read."""
+
+    base: Base
+    on_bytes: OnBytes
+
+    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+        """See ``Base``."""
+        self.base.fill(into)
+        self.on_bytes(sum(out.nbytes for out in into.values()))
+
+
+def sources_of(
+    saves: Sequence[StoredSave], on_bytes: OnBytes = _uncounted
+) -> tuple[list[list[PartSource]], StoredSave | None]:
+    """What the deltas of a chain hold as blocks, newest first, and the save that they go on from.
+
+    None where the oldest of the chain holds blocks too.
+    """
+    found = []
     for save in reversed(saves):
         if save.head.dense_blocks is None:
-            base = orbax_values.of_save(save)
-            break
-        sources.append([*sources_of(save, on_bytes)])
-    name = saves[-1].name
-    if not sources:
-        assert base is not None
-        return _all_of(base, wanted, on_bytes)
-
-    def read(keys: Sequence[Key]) -> Mapping[Key, memoryview]:
-        assert base is not None
-        found = base.read(keys)
-        on_bytes(sum(data.nbytes for data in found.values()))
-        return found
-
-    return values_of(sources, None if base is None else read, name, wanted, room)
+            return found, save
+        found.append([*sources(save, on_bytes)])
+    return found, None
 
 
 def _all_of(
@@ -166,15 +190,27 @@ def _all_of(
     )
 
 
-def sources_of(save: StoredSave, on_bytes: OnBytes = _nobody) -> Iterator[PartSource]:
-    """What the processes wrote of a save that has its dense leaves as blocks.
+def check_segment(source: Source, segment: Segment) -> None:
+    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+
+    Raises:
+      Damaged: it has not, its codec is not known, or its row numbers cannot be.
+    """
+    if segment.group == PLAIN:
+        return
+    dense_work.check_arrays(segment, source.name)
+    rows_of(source, segment)
+
+
+def sources(save: StoredSave, on_bytes: OnBytes = _uncounted) -> Iterator[PartSource]:
+    """What each process wrote of the dense leaves of a save that has them as blocks.
 
     Args:
       save: the save.
       on_bytes: as for ``of_step``.
 
     Raises:
-      Damaged: one of them says nothing of them.
+      Damaged: a manifest is missing or altered, or has none.
     """
     for part in save.parts():
         record = part.record.dense_blocks
@@ -187,16 +223,17 @@ def sources_of(save: StoredSave, on_bytes: OnBytes = _nobody) -> Iterator[PartSo
 
 def values_of(
     sources: Sequence[Sequence[Source]],
-    base: Base | None,
+    base: Callable[[], Base] | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
-    room: Room | None = None,
+    room: Room = _empty,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
     Args:
       sources: what the processes wrote of each, newest first.
-      base: of the oldest one's parent; None where it has none.
+      base: opens the item of the oldest one's parent, called only where saves do not complete
+        everything: it may be gone where they do; None where there is none.
       name: how errors name the newest.
       wanted: as for ``of_step``.
       room: likewise.
@@ -204,18 +241,41 @@ def values_of(
     Raises:
       Damaged: something is missing or altered.
     """
-    filling = Filling.of(sources[0], name, wanted, room or _empty)
-    work: list[list[_Piece]] = []
+    filling, lanes = Filling.of(sources[0], name, wanted, room=room), Lanes()
+    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
+        for save in sources:
+            if filling.complete:
+                break
+            for source in save:
+                _add(source, filling, lanes)
+        filling.fill_from(base)
+        lanes.run(pool)
+    return filling.values()
+
+
+def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
+    """Values that some saves do not complete, and their bytes: those that a base must have.
+
+    Row numbers are read, and no codes.
+
+    Args:
+      sources: as for ``values_of``.
+      name: likewise.
+
+    Raises:
+      Damaged: something is missing or altered, or cannot be.
+    """
+
+    def nowhere(value: BlockedValue) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype_of(value.dtype)), shape_of(value))
+
+    filling = Filling.of(sources[0], name, lambda key: True, room=nowhere)
     for each in sources:
         if filling.complete:
             break
-        work.append([piece for source in each for piece in _pieces(source, filling)])
-    filling.fill_from(base)
-    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-        for pieces in reversed(work):
-            for _ in pool.map(_Piece.run, pieces):
-                pass
-    return filling.values()
+        for source in each:
+            _add(source, filling, None)
+    return filling.missing()
 
 
 def apply(
@@ -229,88 +289,61 @@ def apply(
       source: newer than what is held.
       held: leaves as (blocks, 256), plain values as (n,) uint8, each with what it was; those that
         ``source`` completes may hold anything.
-      writable: gives what to write in the place of a value that changes, alike and with the same
-        contents; by default that is what is held.
+      writable: gives what is written in the place of a value, alike and with the same contents,
+        of those alone that change; by default that is what is held.
 
     Raises:
       Damaged: something is missing or altered.
     """
-    filling = Filling({key: _Leaf(key, data) for key, data in held.items()}, source.name)
-    pieces = [*_pieces(source, filling)]
-    if writable is not None:
-        changed = {leaf.key: leaf for piece in pieces for _, _, leaf in piece.parts}
-        for key, leaf in changed.items():
-            leaf.data = writable(key)
+    leaves = {key: Leaf(key, data, writable=writable) for key, data in held.items()}
+    filling, lanes = Filling(leaves, source.name), Lanes()
+    _add(source, filling, lanes)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-        for _ in pool.map(_Piece.run, pieces):
-            pass
-
-
-def shape_of(value: BlockedValue) -> tuple[int, ...]:
-    """Shape of what a value is held in: (blocks, 256); of a plain one (bytes,)."""
-    return (value.count,) if value.plain else (value.blocks, BLOCK)
-
-
-def _empty(value: BlockedValue) -> np.ndarray:
-    return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
-
-
-@dataclasses.dataclass(eq=False)
-class _Leaf:
-    """The value of a key on its way.
-
-    Attributes:
-      key: see ``Key``.
-      data: (blocks, 256), or (n,) uint8.
-      count: numbers; of a plain value bytes.
-      missing: (blocks,) bool, what no save completes so far; of a plain value (1,).
-    """
-
-    key: Key
-    data: np.ndarray
-    count: int = -1
-    missing: np.ndarray = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.missing = np.ones(len(self.data) if self.data.ndim == 2 else 1, bool)
-        if self.count < 0:
-            self.count = self.data.size
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes of the value."""
-        return self.data.reshape(-1)[: self.count].view(np.uint8).data
+        lanes.run(pool)
 
 
 class Filling:
     """The values of an item while saves are looked through, newest first."""
 
-    def __init__(self, leaves: Mapping[Key, _Leaf], name: str):
+    def __init__(self, leaves: Mapping[Key, Leaf], name: str):
         """See ``of``."""
         self._leaves = dict(leaves)
         self._name = name
 
     @classmethod
     def of(
-        cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool], room: Room
+        cls,
+        newest: Sequence[Source],
+        name: str,
+        wanted: Callable[[str], bool],
+        *,
+        room: Room = _empty,
     ) -> Filling:
         """What the newest save says that there is, all of it missing."""
-        leaves: dict[Key, _Leaf] = {}
+        leaves: dict[Key, Leaf] = {}
         for source in newest:
             for value in source.record.values:
                 key = value.file, value.key
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
                 if value.file or wanted(value.key):
-                    leaves[key] = _Leaf(key, room(value), value.count)
+                    leaves[key] = Leaf(key, room(value), value.count)
         return cls(leaves, name)
+
+    def missing(self) -> dict[Key, int]:
+        """What no save completes so far, and its bytes."""
+        return {
+            key: leaf.count * leaf.data.itemsize
+            for key, leaf in self._leaves.items()
+            if leaf.missing.any()
+        }
 
     @property
     def complete(self) -> bool:
         """Whether older saves have nothing more to say."""
         return not any(leaf.missing.any() for leaf in self._leaves.values())
 
-    def leaf(self, value: BlockedValue, name: str) -> _Leaf | None:
+    def leaf(self, value: BlockedValue, name: str) -> Leaf | None:
         """Where a value of an older save goes; None where it is not wanted.
 
         Raises:
@@ -325,7 +358,7 @@ class Filling:
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")
         return found
 
-    def fill_from(self, base: Base | None) -> None:
+    def fill_from(self, base: Callable[[], Base] | None) -> None:
         """Takes what no save completes from the base."""
         missing = {key: leaf for key, leaf in self._leaves.items() if leaf.missing.any()}
         if not missing:
@@ -333,162 +366,89 @@ class Filling:
         if base is None:
             shown = ", ".join(key for _, key in list(missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        found = base(list(missing))
-        for key, leaf in missing.items():
-            data = found.get(key)
-            nbytes = leaf.count * leaf.data.itemsize
-            if data is None or data.nbytes != nbytes:
-                have = "none" if data is None else f"{data.nbytes}"
-                raise Damaged(self._name, f"{nbytes} bytes of {key[1]} in the base", have)
-            flat = leaf.data.reshape(-1)
-            flat[: leaf.count].view(np.uint8)[:] = np.frombuffer(data, np.uint8)
-            flat[leaf.count :] = np.zeros((), leaf.data.dtype)
+        base().fill({key: leaf.bytes for key, leaf in missing.items()})
+        for leaf in missing.values():
+            leaf.data.reshape(-1)[leaf.count :] = np.zeros((), leaf.data.dtype)
 
     def values(self) -> DenseValues:
         """All of it."""
         return DenseValues(
-            {key: leaf.view for (file, key), leaf in self._leaves.items() if not file},
-            {key: leaf.view for (file, key), leaf in self._leaves.items() if file},
+            {key: leaf.bytes.data for (file, key), leaf in self._leaves.items() if not file},
+            {key: leaf.bytes.data for (file, key), leaf in self._leaves.items() if file},
         )
 
 
-class _Piece(NamedTuple):
-    """Blocks of one chunk of a segment that are needed: for each leaf some of them."""
+def _add(source: Source, filling: Filling, lanes: Lanes | None) -> None:
+    """Adds what is needed of a source; what it completes is not missing any longer.
 
-    source: Source
-    segment: Segment
-    start: int
-    stop: int
-    #: Positions in the segment, the leaf's blocks that stand there, and the leaf.
-    parts: Sequence[tuple[slice, np.ndarray, _Leaf]]
-
-    def run(self) -> None:
-        """Reads, decodes and applies them.
-
-        Raises:
-          Damaged: they are missing or altered.
-        """
-        # What older saves say of blocks that a newer one completes is no number.
-        with np.errstate(all="ignore"):
-            self._run()
-
-    def _run(self) -> None:
-        source, segment = self.source, self.segment
-        entries = {entry.name: entry for entry in segment.arrays}
-        if segment.group == PLAIN:
-            [entry] = segment.arrays
-            data = source.read(segment, entry, self.start, self.stop)
-            for at, _, leaf in self.parts:
-                leaf.data[:] = data[at.start - self.start : at.stop - self.start]
-            return
-        codec, dtype = _codec_of(segment, source.name), dtype_of(segment.group)
-        found: dict[str, np.ndarray] = {}
-        stored = codec.stored(dtype)
-        ragged = any(array.ragged for array in stored.values())
-        for suffix in stored:
-            name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
-            entry = _entry(entries, name, stored[suffix], segment, source.name)
-            whole = (0, entry.shape[0]) if ragged else (self.start, self.stop)
-            found[suffix] = source.read(segment, entry, *whole)
-        first = 0 if ragged else self.start
-        ends = np.cumsum(found["count"], dtype=np.int64) if ragged else None
-        for at, numbers, leaf in self.parts:
-            arrays = {}
-            for suffix, array in stored.items():
-                low, high = at.start - first, at.stop - first
-                if array.ragged:
-                    assert ends is not None
-                    low = int(ends[low - 1]) if low else 0
-                    high = int(ends[high - 1]) if high else 0
-                arrays[suffix] = found[suffix][low:high]
-            try:
-                _decode(codec, arrays, numbers, leaf)
-            except ValueError as error:
-                shown = f"{source.name}, {segment.name}"
-                raise Damaged(shown, "codes of its blocks", str(error)) from error
-
-
-def _decode(
-    codec: of_blocks.BlockCodec,
-    arrays: Mapping[str, np.ndarray],
-    numbers: np.ndarray,
-    leaf: _Leaf,
-) -> None:
-    first, last = int(numbers[0]), int(numbers[-1]) + 1
-    if last - first == len(numbers):
-        out = leaf.data[first:last]
-        codec.decode(arrays, out if codec.relative else None, out)
-        return
-    out = np.empty((len(numbers), BLOCK), leaf.data.dtype)
-    codec.decode(arrays, leaf.data[numbers] if codec.relative else None, out)
-    leaf.data[numbers] = out
-
-
-def _pieces(source: Source, filling: Filling) -> Iterator[_Piece]:
-    """What is needed of a source; what it completes is not missing any longer."""
+    Without lanes nothing is read but row numbers.
+    """
     wanted = {
         value: leaf
         for value in source.record.values
         if (leaf := filling.leaf(value, source.name)) is not None
     }
-    done: list[tuple[_Leaf, np.ndarray | slice]] = []
+    done: list[tuple[Leaf, np.ndarray | slice]] = []
     for segment in source.record.segments:
         if segment.group == PLAIN:
-            parts = [
-                (slice(value.at, value.at + value.count), np.empty(0, np.int64), leaf)
-                for value, leaf in wanted.items()
-                if value.plain and value.at is not None
-            ]
-            if parts:
-                total = segment.count
-                if any(part.stop > total for part, _, _ in parts):
-                    raise Damaged(source.name, "plain values within their bytes", f"{total}")
-                yield _Piece(source, segment, 0, total, parts)
-                done += [(leaf, slice(0, 1)) for _, _, leaf in parts]
+            found = _fill_plain(source, segment, wanted, read=lanes is not None)
+            done += ((leaf, slice(0, 1)) for leaf in found)
             continue
-        codec = _codec_of(segment, source.name)
-        rows = _rows_of(source, segment)
+        of_group = [(v, leaf) for v, leaf in wanted.items() if v.group == segment.group]
+        rows = rows_of(source, segment) if of_group else range(0)
         parts = []
-        for value, leaf in wanted.items():
-            if value.group != segment.group or value.at is None:
-                continue
+        for value, leaf in of_group:
+            assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
             numbers = np.asarray(rows[at]) - value.at
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
-                if not codec.relative:
-                    done.append((leaf, numbers))
-        yield from _by_chunk(source, segment, codec, parts)
+        if not parts:
+            continue
+        if lanes is None:
+            if not dense_work.codec_of(segment, source.name).relative:
+                done += ((leaf, numbers) for _, numbers, leaf in parts)
+            continue
+        for start, stop, chunk in dense_work.chunks_of(source, segment):
+            for at, numbers, leaf in parts:
+                low, high = max(at.start, start), min(at.stop, stop)
+                if low >= high:
+                    continue
+                some = numbers[low - at.start : high - at.start]
+                lanes.add(leaf, chunk, slice(low, high), some)
+                if not chunk.codec.relative:
+                    done.append((leaf, some))
     # Segments of one save hold different blocks.
     for leaf, numbers in done:
         leaf.missing[numbers] = False
 
 
-def _by_chunk(
-    source: Source,
-    segment: Segment,
-    codec: of_blocks.BlockCodec,
-    parts: Sequence[tuple[slice, np.ndarray, _Leaf]],
-) -> Iterator[_Piece]:
-    if not parts:
+def _fill_plain(
+    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf], *, read: bool
+) -> Iterator[Leaf]:
+    """Fills plain values, all of which the newest save that has them completes."""
+    values = [(value, leaf) for value, leaf in wanted.items() if value.plain]
+    if all(value.at is None for value, _ in values):
         return
-    stored = codec.stored(dtype_of(segment.group))
-    if any(array.ragged for array in stored.values()):
-        yield _Piece(source, segment, 0, segment.count, parts)
-        return
-    chunk_rows = max(1, min(entry.chunk_rows for entry in segment.arrays if entry.name == BLOCKS))
-    for start in range(0, segment.count, chunk_rows):
-        stop = min(segment.count, start + chunk_rows)
-        cut = []
-        for at, numbers, leaf in parts:
-            low, high = max(at.start, start), min(at.stop, stop)
-            if low < high:
-                cut.append((slice(low, high), numbers[low - at.start : high - at.start], leaf))
-        if cut:
-            yield _Piece(source, segment, start, stop, cut)
+    [entry] = segment.arrays
+    data = source.read(segment, entry, 0, segment.count) if read else None
+    for value, leaf in values:
+        if value.at is None:
+            continue
+        if value.at + value.count > segment.count:
+            raise Damaged(source.name, "plain values within their bytes", f"{segment.count}")
+        if data is not None:
+            leaf.begin()
+            leaf.data[:] = data[value.at : value.at + value.count]
+        yield leaf
 
 
-def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
+def rows_of(source: Source, segment: Segment) -> blocks.Rows:
+    """Numbers of the blocks of a segment in its group, ascending.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
     total = sum(value.blocks for value in source.record.of_group(segment.group))
     if segment.ranges is not None:
         rows = blocks.rows_of(segment.ranges)
@@ -501,29 +461,3 @@ def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
     if len(rows) != segment.count:
         raise Damaged(source.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
     return rows
-
-
-def _codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
-    used = [encoding.codec for encoding in segment.encodings if encoding.field == BLOCKS]
-    try:
-        [codec] = used
-        return of_blocks.get(codec)
-    except (ValueError, OptionError) as error:
-        raise Damaged(name, f"a codec of {segment.name}", f"{used}") from error
-
-
-def _entry(
-    entries: Mapping[str, ArrayEntry],
-    name: str,
-    array: of_blocks.BlockArray,
-    segment: Segment,
-    shown: str,
-) -> ArrayEntry:
-    found = entries.get(name)
-    expected = f"{array.dtype.name} array {name} of {segment.name}"
-    if found is None:
-        raise Damaged(shown, expected, "none")
-    count = found.shape[0] if array.ragged else segment.count
-    if found.shape != (count, *array.trailing) or found.dtype != array.dtype.name:
-        raise Damaged(shown, expected, f"{found.dtype}{list(found.shape)}")
-    return found

@@ -82,6 +82,15 @@ class StoredSave:
         """Whether it is a compacted base."""
         return self.item_dir != self.step_dir / self.item
 
+    @property
+    def has_dense(self) -> bool:
+        """Whether its dense leaves stand for as long as chains may go through it.
+
+        Those that a compacted base leaves to the step go with the step.
+        """
+        kept = self.head.dense_blocks is not None or names.DENSE_ITEM in self.head.digests
+        return kept or (self.info.kind == "base" and not self.compacted)
+
     def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
         """The parts with rows that are wanted, by process; all of them by default.
 
@@ -512,13 +521,16 @@ def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) 
 def check_dense(save: StoredSave) -> None:
     """Checks that a step has the dense leaves that its manifest names.
 
-    A compacted base names them too: they stay in the step that it stands for.
+    A compacted base names them too. It has them itself where the step that it stands for has them
+    as blocks; else they stay in that step.
 
     Raises:
       Damaged: there are none, as where a base was copied over the step.
       ForeignDirectory: another manager committed the step, which saves them elsewhere, or not.
     """
     if not save.head.dense or save.head.dense_blocks is not None:
+        return
+    if names.DENSE_ITEM in save.head.digests:
         return
     if (save.step_dir / names.DENSE_ITEM).is_dir():
         return

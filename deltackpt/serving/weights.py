@@ -72,7 +72,7 @@ class Weights:
             return made[key].data
 
         found = dense_values.of_step(
-            chain, lambda key: key.rpartition("/")[0] in taken, room, meter.add
+            chain, lambda key: key.rpartition("/")[0] in taken, room=room, on_bytes=meter.add
         )
         return self._held(save, wanted, found.values, made, held, meter)
 
@@ -98,7 +98,7 @@ class Weights:
             return fresh[key].data
 
         kinds = _kinds(held.leaves.values(), held.values)
-        sources = [[*dense_values.sources_of(save, meter.add)] for save in further]
+        sources = [[*dense_values.sources(save, meter.add)] for save in further]
         for each in sources:
             records = [value for source in each for value in source.record.values]
             found = {_key(one): _kind(one) for one in records if _key(one) in kinds}

@@ -72,7 +72,7 @@ class BlockedDense:
             np.copyto(data[name], _data(self._before, before[name], value))
         by_key = {(one.file, one.key): data[name] for name, one in self._values.items()}
         for save in self._further:
-            for source in dense_values.sources_of(save):
+            for source in dense_values.sources(save):
                 own = {(one.file, one.key) for one in source.record.values}
                 dense_values.apply(source, {key: by_key[key] for key in own})
 
@@ -107,7 +107,7 @@ class BlockedDense:
 def _values(save: StoredSave) -> dict[str, BlockedValue]:
     """The values that all processes have of a step, by the names of their files."""
     found: dict[str, BlockedValue] = {}
-    for source in dense_values.sources_of(save):
+    for source in dense_values.sources(save):
         for value in source.record.values:
             name = _name(value)
             if name in found:

@@ -30,7 +30,7 @@ from deltackpt.format.manifest import (
 )
 from deltackpt.storage import arrays, digests, writer
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digests
+from deltackpt.storage.digests import Digest, Digests
 
 #: Fewer gaps between rows are not worth a compressor's threads.
 _COMPRESSED_BYTES = 256 << 10
@@ -259,6 +259,7 @@ def finish(
     *,
     share: Share | None = None,
     index: Callable[[Manifest], tuple[Part, ...]] | None = None,
+    beside: Mapping[str, Digest] | None = None,
 ) -> WrittenPart:
     """Digests of all files of a part, then its manifest; ``batch`` is to be forced afterwards.
 
@@ -270,6 +271,7 @@ def finish(
       share: what it says for the others; None where one process writes the whole save.
       index: waits for the parts of the others and gives the index of all, for process 0; where it
         is None the index is written later.
+      beside: digests of further files in the item's directory, which the part's are to cover.
 
     Raises:
       StorageError: the store refused.
@@ -277,6 +279,7 @@ def finish(
     process = head.process
     digests_path = item_dir / names.digests_name(process)
     part_digests = batch.below(names.part_dir(item_dir, process), relative_to=item_dir)
+    part_digests |= beside or {}
     data = digests.digests_bytes(Digests.of(part_digests))
     batch.write(digests_path, data)
     record = complete(head, segments, google_crc32c.value(data), share)

@@ -519,12 +519,15 @@ class _Plan:
         replaced = _ids(bases.values())
         for step in sorted(keep, reverse=True):
             damage = self._damage(self._at / str(step), inside=False)
+            goes_on = self._goes_on_from_items(step)
             info: SaveInfo | None = infos[step]
             still = math.inf
             while damage is None and info is not None:
                 if info.save_id in replaced:
                     return True  # The base was checked before.
                 damage = self._damage(self._at / info.step_dir)
+                if damage is None and goes_on:
+                    damage = self._damage(self._at / info.step_dir, inside=False)
                 still = info.still(still)
                 if damage is None and (info.parent is None or not still):
                     return True
@@ -535,6 +538,14 @@ class _Plan:
                     info = by_id.get(parent.save_id)
             self._notes.append(f"step {step} cannot be restored: {damage or 'its chain is broken'}")
         return False
+
+    def _goes_on_from_items(self, step: int) -> bool:
+        """Whether the dense leaves of a step need those of the saves of its chain."""
+        try:
+            found = saves.read_save(self._at / str(step), self._item)
+        except (RestoreError, StorageError):
+            return False
+        return found.head.dense_blocks is not None
 
     def _is_damaged_base(self, name: str) -> bool:
         damage = self._damage(self._at / names.COMPACTED / name)

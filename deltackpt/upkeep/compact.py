@@ -7,7 +7,8 @@ sees the directory, and ``publish`` makes the base visible by one rename. ``comp
 A compacted base stands for the step that it was folded from: it bears that step's save id, holds
 every row as a restore of the step would give it, bit for bit, and is stored like the base of
 several processes, so that readers need to know nothing more. Rows are never encoded again: what a
-lossy codec made of them is stored as it is. The step does not change, and keeps its dense leaves.
+lossy codec made of them is stored as it is. The step does not change, and keeps its dense leaves;
+where it has them as blocks, the base holds them as Orbax's item, decoded.
 
 Until the rename everything lies in a temporary directory, which whoever compacts next removes: a
 compaction that is killed anywhere has changed nothing.
@@ -67,7 +68,7 @@ class Compacted:
       step: the step that the new base stands for.
       save_id: its save id.
       deltas: how many deltas were folded.
-      bytes_read: bytes of the stored arrays that were read.
+      bytes_read: bytes of the stored arrays of tables that were read.
       bytes_written: bytes of the files of the base.
       seconds: wall time.
     """
@@ -359,10 +360,10 @@ def _share(meter: Meter) -> Progress:
 
 
 def _require_room(plan: Plan) -> None:
-    free = files.free_bytes(plan.directory)
-    if free < plan.nbytes:
+    free, needed = files.free_bytes(plan.directory), plan.nbytes + plan.dense_bytes
+    if free < needed:
         raise OutOfSpace(
-            f"{plan.directory}: expected room for {plan.nbytes:,} bytes to compact step "
+            f"{plan.directory}: expected room for {needed:,} bytes to compact step "
             f"{plan.step}, found {free:,} free; free space or keep fewer steps, then compact again"
         )
 

@@ -20,7 +20,7 @@ from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import reader, saves
+from deltackpt.reading import dense_values, orbax_values, reader, saves
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import StoredRows
 from deltackpt.reading.saves import StoredPart, StoredSave
@@ -28,6 +28,7 @@ from deltackpt.reading.targets import Targets
 from deltackpt.resources import memory
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot
+from deltackpt.upkeep.dense_chain import DenseChain
 
 #: Most stored bytes, and about the most time, that are spent on sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -89,8 +90,8 @@ class Estimate:
     Attributes:
       records_secs: reading the manifests and digests of the chain; measured in full.
       tables_secs: reading, verifying, decoding and merging tables and slots; extrapolated.
-      dense_secs: checking Orbax's files of the dense leaves; extrapolated. Orbax then reads them,
-        and everything is placed on devices: that is in none of these.
+      dense_secs: checking the files of the dense leaves; extrapolated. They are then read by Orbax,
+        or decoded, and everything is placed on devices: that is in none of these.
       sampled_bytes: stored bytes of tables and slots that were read for it.
       sampled_share: the same as a share of all.
     """
@@ -118,9 +119,11 @@ class RestorePlan:
       bytes_read: bytes of the files of tables and slots that it reads.
       file_count: how many files these are.
       memory_bytes: host memory for all tables and slots.
-      dense_bytes: bytes of the files of all other items.
+      dense_bytes: bytes of the files of all other items; of dense leaves that the chain holds as
+        blocks those of all blocks, and of the item that they go on from.
       dense_file_count: how many files these are.
-      folded_bytes: bytes of the base that compaction would put in the place of the chain, at most.
+      folded_bytes: bytes of the base that compaction would put in the place of the chain, at most;
+        dense leaves count where it would write them.
       estimate: how long it should take.
     """
 
@@ -169,7 +172,8 @@ def restore_plan(
                 for part in save.parts():
                     part.checksums  # noqa: B018  (reads the digests)
             records_secs = time.perf_counter() - started
-            return _plan(step, walked, _dense_files(step_dir, item), records_secs)
+            dense = _other_files(step_dir, item) | _dense_files(walked)
+            return _plan(step, walked, dense, records_secs)
 
 
 def _plan(
@@ -190,7 +194,7 @@ def _plan(
         memory_bytes=nbytes,
         dense_bytes=sum(dense.values()),
         dense_file_count=len(dense),
-        folded_bytes=nbytes,
+        folded_bytes=nbytes + sum(value.nbytes for value in dense_values.listed(saves[-1])),
         estimate=Estimate(
             records_secs=records_secs,
             tables_secs=tables_secs,
@@ -290,11 +294,36 @@ def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]
     return {name: held.stop - held.start for name, held in slices.items()}
 
 
-def _dense_files(step_dir: Spot, item: str) -> dict[Spot, int]:
+def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
     """Files of the other items of a step, and their bytes."""
     inside = f"{item}/"
     names = [name for name in step_dir.keys() if not name.startswith(inside)]
     return {step_dir / name: (step_dir / name).length() for name in names}
+
+
+def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
+    """Files of dense leaves that a chain holds as blocks, and of the item that they go on from."""
+    held = DenseChain.of(chain)
+    found: dict[Spot, int] = {}
+    for source in (source for of_save in held.sources for source in of_save):
+        item_dir = source.part.item_dir
+        segments = {segment.name for segment in source.record.segments}
+        known = digests.read_item_digests(item_dir, source.part.record).files
+        for name, (length, _, _) in known.items():
+            array, inside, _ = name.rpartition("/c/")
+            if inside and array.split("/")[1] in segments:
+                found[item_dir / name] = length
+    if held.missing or (chain[-1].compacted and not held.sources):
+        found |= _item_files(held.base)
+    return found
+
+
+def _item_files(base: StoredSave | None) -> dict[Spot, int]:
+    """Files of the item of a base; of one that has none, none."""
+    if base is None or not base.has_dense:
+        return {}
+    at = orbax_values.of_save(base).at
+    return {at / name: (at / name).length() for name in at.keys()}
 
 
 def _dense_secs(dense: Mapping[Spot, int]) -> float:

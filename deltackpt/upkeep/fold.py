@@ -15,7 +15,7 @@ import errno
 import math
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
 from deltackpt.storage import arrays, digests, files, parts
 from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.digests import Digest
 from deltackpt.storage.parts import (
     ArrayPlace,
     Share,
@@ -42,6 +43,7 @@ from deltackpt.storage.parts import (
     StoredField,
     WrittenPart,
 )
+from deltackpt.upkeep import fold_dense
 from deltackpt.upkeep.plan import Plan, chain, standing
 from deltackpt.upkeep.row_numbers import RowNumbers
 
@@ -93,9 +95,12 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
         with files.typed_errors(attempt, "make a directory"):
             attempt.mkdir(parents=True)
             plan.item_dir.mkdir(exist_ok=True)
-        work = _Fold(plan, number, held, attempt, memory_bytes, progress)
         with standing(plan), saves.standing_chain(held):
+            dense = fold_dense.fold(plan, held, memory_bytes) if number == 0 else {}
+            work = _Fold(plan, number, held, attempt, memory_bytes, progress, dense)
             written = work.run()
+        if dense:
+            fold_dense.move(plan)
         _move(attempt, plan.item_dir, number)
     finally:
         files.remove_tree(attempt)
@@ -104,7 +109,7 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
 
 def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
     """The least memory of a worker that folds rows of a chain, whichever rows these are."""
-    return _least(_compressed_bytes(chain))
+    return max(_least(_compressed_bytes(chain)), fold_dense.least_memory_bytes(chain))
 
 
 def _least(compressed_bytes: int) -> int:
@@ -176,6 +181,7 @@ class _Fold:
         item_dir: Path,
         memory_bytes: int,
         progress: Progress | None,
+        dense: Mapping[str, Digest],
     ):
         self.bytes_read = 0
         self._plan = plan
@@ -184,6 +190,7 @@ class _Fold:
         self._item_dir = item_dir
         self._memory_bytes = memory_bytes
         self._progress = progress
+        self._dense = dense
         self._done = 0
         self._target = chain[-1]
         self._layout = self._target.layout
@@ -207,6 +214,7 @@ class _Fold:
             segments,
             batch,
             share=self._share() if several else None,
+            beside=self._dense,
         )
         batch.force()
         return written
@@ -296,6 +304,7 @@ class _Fold:
             segments=(),
             dense=self._layout.dense,
             tracking_paths=self._layout.tracking_paths,
+            digests=("item", names.DENSE_ITEM) if self._dense else ("item",),
             restores=self._target.head.restores,
         )
 

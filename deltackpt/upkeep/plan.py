@@ -18,7 +18,7 @@ from deltackpt.format import names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import GroupEntry, SaveId
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import saves
+from deltackpt.reading import dense_values, saves
 from deltackpt.reading.saves import StoredSave
 
 #: A part is a few seconds of work: what a worker that is lost has to do again.
@@ -38,6 +38,8 @@ class Plan:
       parts: of each part its spans of virtual rows, by group.
       nbytes: bytes of all rows of all fields, unencoded.
       deltas: how many deltas are folded.
+      dense_bytes: bytes of the dense leaves, where the step has them as blocks; else they stay in
+        the step, and the base has none.
     """
 
     directory: Path
@@ -48,6 +50,7 @@ class Plan:
     parts: tuple[tuple[tuple[str, Span], ...], ...]
     nbytes: int
     deltas: int
+    dense_bytes: int = 0
 
     @property
     def step_dir(self) -> Path:
@@ -104,6 +107,7 @@ def plan(
         parts=_divided(groups, nbytes, count),
         nbytes=nbytes,
         deltas=sum(save.info.kind == "delta" for save in found),
+        dense_bytes=sum(value.nbytes for value in dense_values.listed(found[-1])),
     )
 
 

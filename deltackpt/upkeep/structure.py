@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.format import blocks, manifest, names
+from deltackpt.format import blocks, dense_blocks, manifest, names
 from deltackpt.format.blocks import Span
+from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
-from deltackpt.reading import bounds, reader
+from deltackpt.reading import bounds, dense_values, reader
+from deltackpt.reading.dense_values import PartSource
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.storage import arrays
@@ -51,6 +54,9 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
                         held.setdefault((group.name, spec.name), []).append((columns, rows))
     for group in save.head.groups:
         yield from _coverage_problems(save.head, group, held)
+    if save.head.dense_blocks is not None:
+        for source in dense_values.sources(save):
+            yield from _dense_problems(source)
 
 
 def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
@@ -82,7 +88,29 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
 
 
 def _own_bytes(record: Manifest) -> int:
-    return sum(entry.nbytes for segment in record.segments for entry in segment.arrays)
+    return dataclasses.replace(record, parts=()).nbytes
+
+
+def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with the blocks of dense leaves that a process wrote."""
+    held: dict[str, list[blocks.Rows]] = {}
+    folder = names.part_dir(Path(), source.part.record.process)
+    for segment in source.record.segments:
+        wrong = list(_segment_problems(source.part, segment))
+        for below, wanted, found in wrong:
+            yield f"{folder}/{segment.name}{below}", wanted, found
+        if wrong:
+            continue
+        dense_values.check_segment(source, segment)
+        if segment.group != PLAIN:
+            held.setdefault(segment.group, []).append(dense_values.rows_of(source, segment))
+        elif segment.count != (total := dense_blocks.plain_bytes(source.record)):
+            yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"
+    for group, rows in held.items():
+        starts, stops, reached = _sorted_spans(rows)
+        twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
+        if twice:
+            yield f"{folder}", f"each block of {group} in one segment", f"{twice} in two"
 
 
 def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:

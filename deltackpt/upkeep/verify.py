@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
     DeltackptError,
+    ForeignDirectory,
     RestoreError,
     StepGone,
     StepNotFound,
@@ -37,8 +38,10 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
 from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.meter import Meter, Progress
+from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, Stamp
+from deltackpt.upkeep.dense_chain import DenseChain, Lengths
 from deltackpt.upkeep.structure import structure_problems
 from deltackpt.upkeep.verdicts import (
     LogReport,
@@ -158,6 +161,7 @@ class _Audit:
         self._item = item
         self._steps = steps
         self._found: dict[str, tuple[_Save, SaveReport, SaveInfo | None]] = {}
+        self._lengths: Lengths = {}
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
@@ -293,7 +297,10 @@ class _Audit:
         if ours and inside.endswith("/zarr.json"):
             stops = "nothing"  # It is there for other readers.
         elif ours and (
-            names.is_of_part(inside) or inside in (names.manifest_name(0), names.digests_name(0))
+            names.is_of_part(inside)
+            # Of a compacted base, which is passed over.
+            or inside.startswith(f"{names.DENSE_ITEM}/")
+            or inside in (names.manifest_name(0), names.digests_name(0))
         ):
             stops = "chain"
         return Problem(
@@ -392,10 +399,55 @@ class _Audit:
         if not broken:
             try:
                 chain.restore_chain(target or info, saves)
-                return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
             except BrokenChain as error:
                 broken.append(str(error).partition("; ")[0])
+            else:
+                broken += self._without_dense(step, read[::-1])
+                if not broken:
+                    return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
+
+    def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
+        """Saves of a chain, base first, that keep its blocks from making up the dense leaves."""
+        try:
+            found = DenseChain.of([self._stored(name) for name in read])
+            if found.missing and found.base is not None:
+                name = found.base.step_dir.name
+                if self._has_damaged_item(name) and not found.base.compacted:
+                    return [name]
+            found.check(self._lengths)
+        except (Damaged, ForeignDirectory) as error:
+            self._add(step, error)
+            return [str(step)]
+        except (RestoreError, StorageError):
+            return [str(step)]  # Something went meanwhile, or it is told of the save itself.
+        return []
+
+    def _stored(self, name: str) -> StoredSave:
+        """A save by its name below the root."""
+        step_dir = self._root.spot / name.rpartition("/")[2]
+        read = saves.read_base if "/" in name else saves.read_save
+        return read(step_dir, self._item)
+
+    def _has_damaged_item(self, name: str) -> bool:
+        """Whether something is wrong with the dense item of a step."""
+        of_item = f"{name}/{names.DENSE_ITEM}"
+        problems = self._found[name][1].problems if name in self._found else ()
+        return any(f"{problem.object_name}/".startswith(f"{of_item}/") for problem in problems)
+
+    def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
+        """Adds to the report of a step what only its chain shows."""
+        save, report, info = self._found[str(step)]
+        problem = Problem(
+            object_name=str(step),
+            expected="a chain with all dense leaves",
+            found=str(error),
+            stops="step",
+        )
+        if isinstance(error, Damaged):
+            problem = self._problem(save, error)
+        known = _once((*report.problems, problem))
+        self._found[str(step)] = save, dataclasses.replace(report, problems=known), info
 
     def _windows(self, verdicts: tuple[StepVerdict, ...]) -> tuple[StepVerdict, ...]:
         """The verdicts; of steps that only later ones need, which of them do."""
