@@ -22,6 +22,7 @@ from deltackpt.reading import dense_values, point_files, removal, saves
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.standby.follower import Follower
+from deltackpt.upkeep.compact import compact
 
 CODECS = ["exact", {"dense/wide": "ef4", "dense/weights": "ef8"}, {"dense/wide": "int8"}]
 
@@ -152,6 +153,30 @@ def test_leaves_of_other_shapes_are_read_anew(tmp_path):
                 assert "dense/manifest.ocdbt" in held_files(one)
             else:
                 assert_holds_dense(one, tmp_path, step)
+
+
+def test_a_compacted_base_holds_what_its_deltas_held(tmp_path):
+    with DenseTrainer(tmp_path, CODECS[1]) as trainer:
+        for _ in range(4):
+            trainer.train()
+            trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        expected = dense_in_storage(tmp_path, trainer.step)
+        compact(tmp_path)
+        late = opened(tmp_path)
+        late.advance()
+        for each in (one, late):
+            assert_holds(each, trainer.step, in_storage(tmp_path, trainer.step))
+            found = point_files.dense_of(held_files(each), point_files.STEP)
+            assert {key: bytes(data) for key, data in found.values.items()} == {
+                key: bytes(data) for key, data in expected.values.items()
+            }
+        trainer.train()
+        step = trainer.save()
+        for each in (one, late):
+            advanced(each)
+            assert_holds_dense(each, tmp_path, step)
 
 
 def test_leaves_that_do_not_fit_are_left_to_storage(tmp_path):

@@ -27,6 +27,7 @@ from deltackpt import serving, touched
 from deltackpt.errors import ClosedError, ServiceUnavailable, WaitTimeout
 from deltackpt.reading import dense_values, removal, saves
 from deltackpt.serving import Live, Version
+from deltackpt.upkeep.compact import compact
 
 #: Guards against hangs only.
 HANG_SECS = 60.0
@@ -442,6 +443,29 @@ def test_retention_removes_what_was_gone_on_from(tmp_path):
             if number % 3 != 1:
                 live.advance()
                 assert_shows(live, trainer.state, trainer.step)
+
+
+def test_a_chain_that_was_compacted_is_read_through_its_new_base(tmp_path):
+    with Trainer(tmp_path, {"params/w": "ef4"}) as trainer:
+        for _ in range(4):
+            trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        with live.version() as version:
+            expected = {path: array.tobytes() for path, array in version.items()}
+        compact(tmp_path)
+        late = opened(tmp_path)
+        late.advance()
+        with late.version() as version:
+            assert {path: array.tobytes() for path, array in version.items()} == expected
+        for _ in range(2):
+            trainer.save()
+            assert live.advance() and late.advance()
+            with live.version() as one, late.version() as other:
+                assert one.step == other.step == trainer.step
+                assert {path: array.tobytes() for path, array in one.items()} == {
+                    path: array.tobytes() for path, array in other.items()
+                }
 
 
 def test_after_closing_nothing_is_followed_and_versions_stay(tmp_path):

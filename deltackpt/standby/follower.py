@@ -298,11 +298,16 @@ class Follower:
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
             self._apply(chain, (), goal.way, goal)
         else:
-            self._load(chain)
+            self._load(chain, goal.save)
 
-    def _load(self, chain: Sequence[StoredSave]) -> None:
-        """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
-        goal = Goal(save=chain[-1], way=None, full=None)
+    def _load(self, chain: Sequence[StoredSave], newest: StoredSave) -> None:
+        """Reads a whole chain into memory; what is held stays meanwhile where there is room.
+
+        Args:
+          chain: the saves, base first; a compacted base may stand for the last.
+          newest: the step itself, which has the files beside the tables.
+        """
+        goal = Goal(save=newest, way=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
         lossless = work.are_lossless(chain, None)
