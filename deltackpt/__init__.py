@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deltackpt.__about__ import __version__
 
 if TYPE_CHECKING:
-    from deltackpt import errors, fingerprint, policy, touched
+    from deltackpt import errors, fingerprint, policy, serving, touched
     from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
     from deltackpt.handlers.v1 import DeltaCheckpointableHandler
     from deltackpt.manager import CheckpointManager
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from deltackpt.state.tables import split
     from deltackpt.touched import TouchState
 
-_MODULES = ("errors", "fingerprint", "policy", "touched")
+_MODULES = ("errors", "fingerprint", "policy", "serving", "touched")
 _NAMES = {
     "Background": "options",
     "BitWidthPolicy": "policy",
@@ -120,6 +120,7 @@ __all__ = [
     "errors",
     "fingerprint",
     "policy",
+    "serving",
     "split",
     "touched",
 ]

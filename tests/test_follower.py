@@ -37,7 +37,7 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.reading import reader, removal, saves
 from deltackpt.reading.saves import StoredPart
-from deltackpt.standby import difference, gate, memory, shards
+from deltackpt.standby import candidates, difference, gate, memory, shards
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.gate import Gate
@@ -587,7 +587,7 @@ def test_a_damaged_base_changes_nothing(tmp_path, relaid):
 
 def test_a_step_that_is_mended_is_taken(tmp_path, monkeypatch):
     """Such as one that was copied into the directory before its parent."""
-    monkeypatch.setattr(follower_module, "_REFUSED_SECS", 0.0)
+    monkeypatch.setattr(candidates, "_REFUSED_SECS", 0.0)
     root, states = write(tmp_path / "root")
     shutil.rmtree(root / "4")
     os.rename(root / "2", tmp_path / "2")

@@ -32,6 +32,7 @@ from deltackpt.reading import logged_dense, point_files, reader, replay, saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.reading.targets import empty_buffers, targets_of
+from deltackpt.standby import candidates
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby import marks as marks_module
 from deltackpt.standby.follower import Follower
@@ -100,7 +101,7 @@ class FollowedMachine(LogMachine):
             for name, value in (("_LEAST_STAGING_BYTES", 100), ("_STAGING_SHARE", 0.0)):
                 self.patches.enter_context(mock.patch.object(follower_module, name, value))
         # What was torn is looked at again at once.
-        for module in (marks_module, follower_module):
+        for module in (marks_module, candidates):
             self.patches.enter_context(mock.patch.object(module, "_REFUSED_SECS", 0.0))
 
     def teardown(self):

@@ -51,7 +51,7 @@ from deltackpt.storage import writer
 
 grain = pytest.importorskip("grain")
 
-from loops import demo, lineage, nnx_loop, optax_loop  # noqa: E402
+from loops import demo, lineage, nnx_loop, optax_loop, policy_loop  # noqa: E402
 
 ROWS, WIDTH, SAMPLES, BATCH = 48, 4, 24, 4
 MARKS = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking="marks"))
@@ -889,3 +889,9 @@ def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
     assert [lines[0]["refused"] for lines in refused] == ["ProcessFailed", "TemplateMismatch"]
     assert "found on process 1 TemplateMismatch: " in refused[0][0]["why"]
     assert "this position is of other data" in refused[0][0]["why"]
+
+
+@pytest.mark.processes
+def test_rollouts_use_the_bits_that_the_trainer_had(tmp_path, capsys):
+    assert policy_loop.main([f"--directory={tmp_path / 'run'}", "--steps=12"]) == 0
+    assert "bit for bit what the trainer had at that step      yes" in capsys.readouterr().out

@@ -743,6 +743,31 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
         assert not [*place.iterdir()]
 
 
+def test_dense_leaves_that_are_blocks_come_from_memory(cluster, tmp_path):
+    dense = deltackpt.Dense(deltas="own", codec={"weights": "ef4"}, max_error=None)
+    with Trainer(tmp_path / "root", dense=dense) as trainer:
+        rng = np.random.default_rng(0)
+
+        def save() -> None:
+            weights = jax.numpy.asarray(rng.normal(size=(300, 100)), np.float32)
+            trainer.state = {**trainer.state, "weights": weights}
+            trainer.save()
+
+        save()
+        members = started(trainer.root)
+        for _ in range(2):
+            save()
+            wait_until(lambda: members.status().step == trainer.step, "it follows")
+        expected = restored(trainer.root, trainer.state, service=None).state
+        for path in (trainer.root / "3").rglob("*"):
+            if path.is_file() and not path.name.startswith("manifest."):
+                path.unlink()
+        for machine in (contextlib.nullcontext(), on_another_machine()):
+            with machine:
+                found = restored(trainer.root, trainer.state)
+            assert_from_service(found, expected)
+
+
 def test_files_that_changed_in_memory_are_not_taken(standing):
     """They are checked as those of storage are."""
     real = reading._Read._files_of

@@ -60,6 +60,25 @@ class Base(Protocol):
         ...
 
 
+#: Called with the lengths of what is read.
+OnBytes = Callable[[int], None]
+#: Gives room for a value: see ``apply``, with any contents.
+Room = Callable[[BlockedValue], np.ndarray]
+
+
+def shape_of(value: BlockedValue) -> tuple[int, ...]:
+    """Shape of what a value is held in: (blocks, 256); of a plain one (bytes,)."""
+    return (value.count,) if value.plain else (value.blocks, BLOCK)
+
+
+def _empty(value: BlockedValue) -> np.ndarray:
+    return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
+
+
+def _uncounted(nbytes: int) -> None:
+    """Nobody asks how much is read."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartSource:
     """The blocks of a part of a step; see ``Source``."""
@@ -67,10 +86,12 @@ class PartSource:
     part: StoredPart
     record: DenseBlocks
     name: str
+    on_bytes: OnBytes = _uncounted
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """See ``Source``."""
         self.part.check(segment)
+        self.on_bytes(sum(self.part.chunks_of(segment, entry, start, stop).values()))
         out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
         self.part.read_array(segment, entry, start, stop, out)
         return out
@@ -81,6 +102,8 @@ def of_step(
     wanted: Callable[[str], bool] = lambda key: True,
     *,
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    room: Room = _empty,
+    on_bytes: OnBytes = _uncounted,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -90,12 +113,18 @@ def of_step(
       saves: a chain of ``read_chain``.
       wanted: whether the value of a key of the database is; files always are.
       item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
+      room: where the values of blocks are to lie; those of a base lie in memory of their own.
+      on_bytes: called with the lengths of the chunks, and of the base's values, as they are read.
 
     Raises:
       Damaged: an object is missing or altered; it is named.
       StepGone: a step of the chain was removed meanwhile.
     """
-    return read_whole(saves, lambda saves: DenseItem(saves, item_of).read(wanted))
+
+    def read(saves: Sequence[StoredSave]) -> DenseValues:
+        return DenseItem(saves, item_of, room=room, on_bytes=on_bytes).read(wanted)
+
+    return read_whole(saves, read)
 
 
 class DenseItem:
@@ -111,18 +140,24 @@ class DenseItem:
         self,
         saves: Sequence[StoredSave],
         item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+        *,
+        room: Room = _empty,
+        on_bytes: OnBytes = _uncounted,
     ):
         """Reads nothing yet but manifests.
 
         Args:
           saves: a chain of ``read_chain``.
           item_of: as for ``of_step``.
+          room: likewise.
+          on_bytes: likewise.
 
         Raises:
           Damaged: a manifest is missing or altered.
         """
-        self._sources, base = sources_of(saves)
-        self._base = None if base is None else _Later(base, item_of)
+        self._sources, base = sources_of(saves, on_bytes)
+        self._base = None if base is None else _Later(base, item_of, on_bytes)
+        self._room = room
         self._name = saves[-1].name
 
     @functools.cached_property
@@ -144,9 +179,9 @@ class DenseItem:
           Damaged: something is missing or altered.
         """
         if self._sources:
-            return values_of(self._sources, self._base, self._name, wanted)
+            return values_of(self._sources, self._base, self._name, wanted, self._room)
         assert self._base is not None
-        return _all_of(self._base.item, wanted)
+        return self._base.all(wanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,6 +190,7 @@ class _Later:
 
     save: StoredSave
     item_of: Callable[[StoredSave], OrbaxValues]
+    on_bytes: OnBytes
 
     @functools.cached_property
     def item(self) -> OrbaxValues:
@@ -164,6 +200,16 @@ class _Later:
     def fill(self, into: Mapping[Key, np.ndarray]) -> None:
         """See ``Base``."""
         self.item.fill(into)
+        self.on_bytes(sum(out.nbytes for out in into.values()))
+
+    def all(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """All files, and the values that are wanted."""
+        found = self.item.read([key for key in self.item.keys() if key[0] or wanted(key[1])])
+        self.on_bytes(sum(data.nbytes for data in found.values()))
+        return DenseValues(
+            {key: data for (file, key), data in found.items() if not file},
+            {key: data for (file, key), data in found.items() if file},
+        )
 
 
 def listed(save: StoredSave) -> list[BlockedValue]:
@@ -174,7 +220,7 @@ def listed(save: StoredSave) -> list[BlockedValue]:
 
 
 def sources_of(
-    saves: Sequence[StoredSave],
+    saves: Sequence[StoredSave], on_bytes: OnBytes = _uncounted
 ) -> tuple[list[list[PartSource]], StoredSave | None]:
     """What the deltas of a chain hold as blocks, newest first, and the save that they go on from.
 
@@ -184,21 +230,16 @@ def sources_of(
     for save in reversed(saves):
         if save.head.dense_blocks is None:
             return found, save
-        found.append([*sources(save)])
+        found.append([*sources(save, on_bytes)])
     return found, None
 
 
-def _all_of(base: OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
-    keys = [key for key in base.keys() if key[0] or wanted(key[1])]
-    found = base.read(keys)
-    return DenseValues(
-        {key: data for (file, key), data in found.items() if not file},
-        {key: data for (file, key), data in found.items() if file},
-    )
-
-
-def sources(save: StoredSave) -> Iterator[PartSource]:
+def sources(save: StoredSave, on_bytes: OnBytes = _uncounted) -> Iterator[PartSource]:
     """What each process wrote of the dense leaves of a save that has them as blocks.
+
+    Args:
+      save: the save.
+      on_bytes: as for ``of_step``.
 
     Raises:
       Damaged: a manifest is missing or altered, or has none.
@@ -208,7 +249,8 @@ def sources(save: StoredSave) -> Iterator[PartSource]:
         if record is None:
             shown = f"{save.name}/{names.manifest_name(part.record.process)}"
             raise Damaged(shown, "blocks of dense leaves, as in the first part", "none")
-        yield PartSource(part, record, f"{save.name}, process {part.record.process}")
+        shown = f"{save.name}, process {part.record.process}"
+        yield PartSource(part, record, shown, on_bytes)
 
 
 def values_of(
@@ -216,6 +258,7 @@ def values_of(
     base: Base | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
+    room: Room = _empty,
 ) -> DenseValues:
     """The dense item that the newest of some saves, or marks, stand for.
 
@@ -224,11 +267,12 @@ def values_of(
       base: of the oldest one's parent; None where it has none.
       name: how errors name the newest.
       wanted: as for ``of_step``.
+      room: likewise.
 
     Raises:
       Damaged: something is missing or altered.
     """
-    filling, lanes = Filling.of(sources[0], name, wanted), Lanes()
+    filling, lanes = Filling.of(sources[0], name, wanted, room=room), Lanes()
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
         for save in sources:
             if filling.complete:
@@ -253,12 +297,11 @@ def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
       Damaged: something is missing or altered, or cannot be.
     """
 
-    def nowhere(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if len(shape) == 1:
-            return np.empty(shape, dtype)
-        return np.broadcast_to(np.zeros((), dtype), shape)
+    def nowhere(value: BlockedValue) -> np.ndarray:
+        shape, dtype = shape_of(value), dtype_of(value.dtype)
+        return np.empty(shape, dtype) if value.plain else np.broadcast_to(dtype.type(0), shape)
 
-    filling, lanes = Filling.of(sources[0], name, lambda key: True, buffer=nowhere), Lanes()
+    filling, lanes = Filling.of(sources[0], name, lambda key: True, room=nowhere), Lanes()
     for save in sources:
         if filling.complete:
             break
@@ -267,19 +310,25 @@ def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
     return filling.missing()
 
 
-def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
+def apply(
+    source: Source,
+    held: Mapping[Key, np.ndarray],
+    writable: Callable[[Key], np.ndarray] | None = None,
+) -> None:
     """Applies what one process wrote to what its parent was, in place.
 
     Args:
       source: newer than what is held.
       held: leaves as (blocks, 256), plain values as (n,) uint8, each with what it was; those that
         ``source`` completes may hold anything.
+      writable: gives what is written in the place of a value, alike and with the same contents,
+        of those alone that change; by default that is what is held.
 
     Raises:
       Damaged: something is missing or altered.
     """
-    filling = Filling({key: Leaf(key, data) for key, data in held.items()}, source.name)
-    lanes = Lanes()
+    leaves = {key: Leaf(key, data, writable=writable) for key, data in held.items()}
+    filling, lanes = Filling(leaves, source.name), Lanes()
     _add(source, filling, lanes)
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
         lanes.run(pool)
@@ -300,7 +349,7 @@ class Filling:
         name: str,
         wanted: Callable[[str], bool],
         *,
-        buffer: Callable[[tuple[int, ...], np.dtype], np.ndarray] = memory.empty_buffer,
+        room: Room = _empty,
     ) -> Filling:
         """What the newest save says that there is, all of it missing."""
         leaves: dict[Key, Leaf] = {}
@@ -310,9 +359,7 @@ class Filling:
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
                 if value.file or wanted(value.key):
-                    shape = (value.count,) if value.plain else (value.blocks, BLOCK)
-                    data = buffer(shape, dtype_of(value.dtype))
-                    leaves[key] = Leaf(key, data, value.count)
+                    leaves[key] = Leaf(key, room(value), value.count)
         return cls(leaves, name)
 
     def missing(self) -> dict[Key, int]:
@@ -337,7 +384,7 @@ class Filling:
         found = self._leaves.get((value.file, value.key))
         if found is None or not found.missing.any():
             return None
-        shape = (value.count,) if value.plain else (value.blocks, BLOCK)
+        shape = shape_of(value)
         if found.data.shape != shape or found.data.dtype != dtype_of(value.dtype):
             expected = f"{value.key} as {found.data.dtype.name}{list(found.data.shape)}"
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")
@@ -418,6 +465,7 @@ def _fill_plain(
             continue
         if value.at + value.count > len(data):
             raise Damaged(source.name, "plain values within their bytes", f"{len(data)}")
+        leaf.begin()
         leaf.data[:] = data[value.at : value.at + value.count]
         yield leaf
 

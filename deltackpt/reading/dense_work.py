@@ -61,18 +61,25 @@ class Leaf:
       key: see ``Key``.
       data: (blocks, 256), or (n,) uint8.
       count: numbers; of a plain value bytes.
+      writable: gives what is written in the place of ``data``; None where it is that itself.
       missing: (blocks,) bool, what no save completes so far; of a plain value (1,).
     """
 
     key: Key
     data: np.ndarray
     count: int = -1
+    writable: Callable[[Key], np.ndarray] | None = None
     missing: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.missing = np.ones(len(self.data) if self.data.ndim == 2 else 1, bool)
         if self.count < 0:
             self.count = self.data.size
+
+    def begin(self) -> None:
+        """Called before anything of it is written."""
+        if self.writable is not None:
+            self.data, self.writable = self.writable(self.key), None
 
     @property
     def bytes(self) -> np.ndarray:
@@ -207,6 +214,7 @@ class Lanes:
                 part = slice(at.start + int(low), at.start + int(high))
                 lane = self._lanes.setdefault((id(leaf), number), (leaf, []))
                 lane[1].append(Task(chunk, part, some))
+                leaf.begin()
                 chunk.users += 1
                 added = True
         return added

@@ -2,6 +2,7 @@
 """What a point is beside its tables, as files: whoever holds it hands them over like a step's.
 
 The rows that its marks hold are bits, by table: restores keep their numbers for the next deltas.
+Dense leaves of a delta that has them as blocks are held in the same way, beside the step's files.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from deltackpt.errors import Damaged
+from deltackpt.format import names
 from deltackpt.format.manifest import Layout
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.replay import LoggedState
 
 _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
+#: Where the dense leaves of a delta are that has no such item.
+STEP = f"{names.DENSE_ITEM}/"
 #: The processes that have items, and those of each.
 _ITEMS, _BYTES, _JSON = "items/", "bytes/", "json/"
 
@@ -29,9 +33,11 @@ def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview
       state: of the point.
       layout: its tables.
     """
-    found: dict[str, bytes | memoryview] = {}
-    found |= {_VALUES + key: data for key, data in state.dense.values.items()}
-    found |= {_FILES + name: data for name, data in state.dense.files.items()}
+    dense = state.dense
+    found: dict[str, bytes | memoryview] = {
+        **{name_of(key): data for key, data in dense.values.items()},
+        **{name_of(name, file=True): data for name, data in dense.files.items()},
+    }
     for process, items in state.items.items():
         found[f"{_ITEMS}{process}"] = b""
         for name, item in items.items():
@@ -70,8 +76,22 @@ def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
         for key, data in _below(files, folder).items():
             process, _, name = key.partition("/")
             items[int(process)][name] = decode(data)
-    dense = DenseValues(_below(files, _VALUES), _below(files, _FILES))
-    return LoggedState(dense, items, rows)
+    return LoggedState(dense_of(files), items, rows)
+
+
+def name_of(key: str, *, file: bool = False) -> str:
+    """The file that holds a value of the dense item, or a file of it."""
+    return f"{_FILES if file else _VALUES}{key}"
+
+
+def dense_of(files: Mapping[str, np.ndarray], folder: str = "") -> DenseValues:
+    """The dense leaves among some files.
+
+    Args:
+      files: the bytes of each; they may be read for as long as the result is.
+      folder: that their names begin with: ``STEP`` for those of a delta.
+    """
+    return DenseValues(_below(files, folder + _VALUES), _below(files, folder + _FILES))
 
 
 def _of_json(data: memoryview) -> Any:

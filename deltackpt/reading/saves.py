@@ -208,6 +208,16 @@ class StoredPart:
                 bounds.check_chunk(entry, nbytes, first.length(shown), shown)
         self._sound.add(segment.name)
 
+    def chunks_of(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int
+    ) -> dict[str, int]:
+        """The files that rows of a stored array are read from, and how long they are."""
+        directory = self.directory(segment, entry).below(self.item_dir)
+        known = self._digests.get(directory, {})
+        chunks = range(start // entry.chunk_rows, -(-stop // entry.chunk_rows))
+        wanted = (arrays.chunk_name(entry, chunk) for chunk in chunks)
+        return {f"{directory}/{name}": known[name].length for name in wanted if name in known}
+
     def read_array(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:

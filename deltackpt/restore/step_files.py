@@ -101,22 +101,28 @@ class DenseFiles:
 class StepFiles:
     """The items of a step that stand beside its tables; closed when nobody reads them any more."""
 
-    def __init__(self, files: Mapping[str, np.ndarray], shown: str):
+    def __init__(
+        self, files: Mapping[str, np.ndarray], shown: str, dense: DenseFiles | None = None
+    ):
         """Checks the digests alone.
 
         Args:
           files: the bytes of each by its posix path below the step.
           shown: how errors name the step.
+          dense: its dense leaves, where they are no files of it.
 
         Raises:
           Damaged: the digests are missing or altered.
         """
         self._files = files
         self._shown = shown
+        self._dense = dense
         self._digests = digests.of_step(lambda name: self._found(name).tobytes(), shown)
         self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
     def __contains__(self, item: str) -> bool:
+        if self._dense is not None and item in self._dense:
+            return True
         return any(name.startswith(f"{item}/") for name in self._digests)
 
     def folder(self, item: str) -> Path:
@@ -125,6 +131,8 @@ class StepFiles:
         Raises:
           Damaged: a file is missing or altered.
         """
+        if self._dense is not None and item in self._dense:
+            return self._dense.folder(item)
         if item not in self._folders:
             names = [name for name in self._digests if name.startswith(f"{item}/")]
             for name in names:
@@ -142,6 +150,8 @@ class StepFiles:
         """Removes the folders."""
         for folder in self._folders.values():
             folder.cleanup()
+        if self._dense is not None:
+            self._dense.close()
 
     def _found(self, name: str) -> np.ndarray:
         if name not in self._files:

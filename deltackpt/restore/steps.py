@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from deltackpt import processes
 from deltackpt.errors import (
+    Damaged,
     DamagedLog,
     ServiceError,
     ServiceUnavailable,
@@ -350,7 +351,13 @@ class StepReader:
         """What the source has beside tables, dense leaves checked and ready to be restored."""
         if merged.files is None:
             return None
-        files = StepFiles(merged.files, found.target.step_dir.name)
+        shown, dense = found.target.step_dir.name, None
+        if found.target.head.dense_blocks is not None:
+            values = point_files.dense_of(merged.files, point_files.STEP)
+            if not values.values:
+                raise Damaged(shown, "its dense leaves in memory", "none")
+            dense = DenseFiles(values)
+        files = StepFiles(merged.files, shown, dense)
         held.callback(files.close)
         if found.target.layout.dense:
             files.folder(names.DENSE_ITEM)

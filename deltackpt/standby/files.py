@@ -12,15 +12,44 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from deltackpt.format.dense_blocks import BlockedValue
 from deltackpt.reading import saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.standby.memory import SharedMemory
 from deltackpt.storage import digests
 
 _BYTES = np.dtype(np.uint8)
+#: Of the places of files, whose bytes may be looked at as numbers.
+_ALIGNMENT = 64
+
+
+class Room(NamedTuple):
+    """How long a file is, and how many bytes it takes."""
+
+    nbytes: int
+    taken: int
+
+
+class Dense(Protocol):
+    """Dense leaves that are no files of a step: see ``standby.dense``."""
+
+    @property
+    def values(self) -> Mapping[str, BlockedValue]:
+        """The values of the item, by the names of the files that they are held as."""
+        ...
+
+    @property
+    def rooms(self) -> Mapping[str, Room]:
+        """How long these files are."""
+        ...
+
+    def fill(self, held: HeldFiles) -> None:
+        """Reads and checks them; their memory may be written."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +74,12 @@ class HeldFiles:
     Attributes:
       memory: that holds them.
       index: where in it, by the order in which they lie.
+      values: which of them are values of the dense item that blocks make up, by their names.
     """
 
     memory: SharedMemory
     index: tuple[HeldFile, ...]
+    values: Mapping[str, BlockedValue] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -64,12 +95,13 @@ class HeldFiles:
         self.memory.close()
 
 
-def read(save: StoredSave, most_bytes: int) -> HeldFiles | None:
+def read(save: StoredSave, most_bytes: int, dense: Dense | None = None) -> HeldFiles | None:
     """Reads and checks the files of a step that its own digests cover.
 
     Args:
       save: the step.
       most_bytes: longest that all of them may be.
+      dense: its dense leaves, where they are blocks and no files of the step.
 
     Returns:
       The files; None where the step has no such digests, or they are longer.
@@ -90,12 +122,18 @@ def read(save: StoredSave, most_bytes: int) -> HeldFiles | None:
     wanted = digests.of_step(read_head, shown)
     lengths = {name: len(data) for name, data in heads.items()}
     lengths |= {name: digest.length for name, digest in wanted.items()}
-    held = _room(lengths, most_bytes)
+    held = _room(lengths, most_bytes, {} if dense is None else dense.rooms)
     if held is None:
         return None
+    if dense is not None:
+        held = dataclasses.replace(held, values=dense.values)
     try:
         held.memory.begin_write()
+        if dense is not None:
+            dense.fill(held)
         for file in held.index:
+            if file.name not in lengths:
+                continue
             out, at, name = held.array(file), step_dir / file.name, f"{shown}/{file.name}"
             with at.missing_is_damage(name):
                 at.store.read_into(at.key, 0, [out.data], whole=True)
@@ -130,12 +168,22 @@ def hold(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> HeldFil
     return held
 
 
-def _room(lengths: Mapping[str, int], most_bytes: int) -> HeldFiles | None:
-    """Memory for files of some lengths; None where they are longer than they may be."""
-    ends = list(itertools.accumulate(lengths.values(), initial=0))
+def _room(
+    lengths: Mapping[str, int], most_bytes: int, rooms: Mapping[str, Room] = {}
+) -> HeldFiles | None:
+    """Memory for files of some lengths; None where they are longer than they may be.
+
+    Args:
+      lengths: of files by their names.
+      most_bytes: longest that all of them may be.
+      rooms: further ones that take more room than they are long.
+    """
+    wanted = {**{name: Room(nbytes, nbytes) for name, nbytes in lengths.items()}, **rooms}
+    taken = (-(-one.taken // _ALIGNMENT) * _ALIGNMENT for one in wanted.values())
+    ends = list(itertools.accumulate(taken, initial=0))
     if ends[-1] > most_bytes:
         return None
     index = tuple(
-        HeldFile(name, start, nbytes) for (name, nbytes), start in zip(lengths.items(), ends)
+        HeldFile(name, start, one.nbytes) for (name, one), start in zip(wanted.items(), ends)
     )
     return HeldFiles(SharedMemory(ends[-1]), index)

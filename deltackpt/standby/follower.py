@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -30,9 +29,7 @@ from deltackpt.errors import (
     DamagedLog,
     RestoreError,
     ServiceUnavailable,
-    StepGone,
     TooLittleMemory,
-    without_frames,
 )
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
@@ -49,6 +46,8 @@ from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import files as held_files
 from deltackpt.standby import shards, work
 from deltackpt.standby.beside import Beside
+from deltackpt.standby.candidates import Candidates
+from deltackpt.standby.dense import BlockedDense
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
@@ -56,12 +55,10 @@ from deltackpt.standby.marks import Marks
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
 from deltackpt.standby.work import Load
-from deltackpt.storage.store import Spot, Stamp
+from deltackpt.storage.store import Spot
 
 #: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
-#: So long a step that is not intact is not read again: it may be in the middle of being copied.
-_REFUSED_SECS = 30.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,10 +72,6 @@ class _Tables:
     @property
     def staging_bytes(self) -> int:
         return max(_LEAST_STAGING_BYTES, int(self.memory.nbytes * _STAGING_SHARE))
-
-
-#: What tells a step's directory from another one that has the same name later.
-_Stamp = tuple[str, Stamp]
 
 
 class Follower:
@@ -117,12 +110,10 @@ class Follower:
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
         self._marks, self._dense = Marks(self._root, item, soft=soft), DenseKept()
+        self._candidates = Candidates(self._root, self._marks)
         self._gate = Gate()
         self._tables: _Tables | None = None
         self._holding: Holding | None = None
-        self._seen: _Stamp | None = None
-        #: What was wrong with steps, and when they are looked at again, on the monotonic clock.
-        self._refused: dict[_Stamp, tuple[float, RestoreError]] = {}
         self._health = "starting"
 
     @property
@@ -158,53 +149,13 @@ class Follower:
           TooLittleMemory: the rows do not fit.
           StorageError: the directory cannot be read.
         """
-        self._marks.look()
-        failure: RestoreError | None = None
-        steps = {*self._root.steps()}
-        self._refused = {
-            stamp: found for stamp, found in self._refused.items() if int(stamp[0]) in steps
-        }
-        taken = False
-        while steps:
-            way = self._marks.way(steps)
-            step = max(steps) if way is None else way.step.step
-            step_dir = self._root.at(step)
-            found = step_dir.stamp()
-            if found is None:
-                steps.remove(step)
-                continue
-            stamp = str(step), found
-            until, problem = self._refused.get(stamp, (0.0, None))
-            if problem is not None and time.monotonic() < until:
-                failure = failure or problem
-                steps.remove(step)
-                continue
-            try:
-                if stamp != self._seen or not self._is_at(way):
-                    with saves.standing(step_dir):
-                        taken = self._take(step_dir, way) or taken
-            except StepGone as error:
-                failure = failure or without_frames(error)
-                steps.remove(step)
-                continue
-            except DamagedLog as error:
-                assert way is not None
-                self._marks.refuse(way, error)
-                continue
-            except RestoreError as error:
-                self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
-                failure = failure or error
-                steps.remove(step)
-                continue
-            self._seen = stamp
-            if self._is_at(way):  # Else the step had to be loaded first.
-                told = failure or self._marks.problem(step if way is None else way.point.step)
-                self._health = "follows" if told is None else f"follows; {told}"
-                return taken
-        if failure is not None:
-            raise failure
-        self._health = "waits for a first step"
-        return False
+        taken = self._candidates.give(self)
+        problem = self._candidates.problem
+        if taken is None:
+            self._health = "waits for a first step"
+        else:
+            self._health = "follows" if problem is None else f"follows; {problem}"
+        return bool(taken)
 
     def newest_step(self) -> int | None:
         """Newest committed step on disk, None where there is none."""
@@ -292,15 +243,15 @@ class Follower:
             "found none; restore from storage"
         )
 
-    def _is_at(self, way: Way | None) -> bool:
-        """Whether a point is held, or, without one, a step and no point."""
+    def is_at(self, way: Way | None) -> bool:
+        """See ``candidates.Holder``."""
         held = self._holding
         if held is None or way is None:
             return held is not None and held.point is None
         return held.is_at(way.step, way.point)
 
-    def _take(self, step_dir: Spot, way: Way | None) -> bool:
-        """Makes a step, or a point above it, what is held; False where it is that already.
+    def take(self, step_dir: Spot, way: Way | None) -> bool:
+        """See ``candidates.Holder``.
 
         Where the step has to be loaded into fresh memory, it is, and nothing else yet.
         """
@@ -348,11 +299,16 @@ class Follower:
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
             self._apply(chain, (), goal.way, goal)
         else:
-            self._load(chain)
+            self._load(chain, goal.save)
 
-    def _load(self, chain: Sequence[StoredSave]) -> None:
-        """Reads a whole chain into memory; what is held stays meanwhile where there is room."""
-        goal = Goal(save=chain[-1], way=None, full=None)
+    def _load(self, chain: Sequence[StoredSave], newest: StoredSave) -> None:
+        """Reads a whole chain into memory; what is held stays meanwhile where there is room.
+
+        Args:
+          chain: the saves, base first; a compacted base may stand for the last.
+          newest: the step itself, which has the files beside the tables.
+        """
+        goal = Goal(save=newest, way=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
         lossless = work.are_lossless(chain, None)
@@ -409,7 +365,7 @@ class Follower:
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:
-            beside = stack.enter_context(self._beside(goal))
+            beside = stack.enter_context(self._beside(goal, further if before else ()))
             publish = None
             for number, load in enumerate(loads(seen)):
                 found = load()
@@ -442,14 +398,19 @@ class Follower:
         return True
 
     @contextlib.contextmanager
-    def _beside(self, goal: Goal) -> Iterator[Beside]:
-        """Files beside the tables; those that are held in the end are kept, others let go."""
+    def _beside(self, goal: Goal, further: Sequence[StoredSave] = ()) -> Iterator[Beside]:
+        """Files beside the tables; those that are held in the end are kept, others let go.
+
+        Args:
+          goal: what is to be held.
+          further: the saves that lead from what is held to its step, if any do.
+        """
         held, most_bytes = self._holding, self._bytes_beside(goal.save.layout)
         files = None
         if held is not None and held.is_beside(goal):
             files = held.files
         elif goal.full is None:
-            files = held_files.read(goal.save, most_bytes)
+            files = held_files.read(goal.save, most_bytes, self._dense_of(goal.save, further))
         beside = Beside(goal, files, most_bytes, self._dense)
         try:
             yield beside
@@ -457,6 +418,14 @@ class Follower:
             held = self._holding
             if beside.files is not None and (held is None or held.files is not beside.files):
                 beside.files.close()
+
+    def _dense_of(self, save: StoredSave, further: Sequence[StoredSave]) -> BlockedDense | None:
+        """The dense leaves of a step that are no files of it."""
+        if save.head.dense_blocks is None:
+            return None
+        held = self._holding
+        of_step = held is not None and held.files_of is None
+        return BlockedDense(save, further, held.files if held is not None and of_step else None)
 
     def _bytes_beside(self, layout: Layout) -> int:
         """How much memory may be taken for what is no row."""

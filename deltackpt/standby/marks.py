@@ -51,6 +51,11 @@ class Marks:
         except (RestoreError, StorageError) as error:
             self._history, self._unreadable = History(()), without_frames(error)
 
+    @property
+    def newest_step(self) -> int | None:
+        """Training step of the newest point with dense leaves; None where there is none."""
+        return next((one.step for one in self._history.points() if one.full), None)
+
     def way(self, steps: Collection[int]) -> Way | None:
         """From the step to hold to the point to hold; None where it is the newest step itself.
 

@@ -55,7 +55,7 @@ class Publish:
         """What is held from now on, by memory of that sequence number."""
         assert self._found is not None
         chain, goal, beside, replayed, lossless = self._found
-        made_secs = _committed_secs(goal.save) if goal.point is None else goal.point.unix_secs
+        made_secs = committed_secs(goal.save) if goal.point is None else goal.point.unix_secs
         return Holding(
             chain=chain,
             layout=goal.save.layout,
@@ -69,7 +69,7 @@ class Publish:
         )
 
 
-def _committed_secs(save: StoredSave) -> float:
+def committed_secs(save: StoredSave) -> float:
     """When a step was committed, in seconds since 1970; 0 where it was removed meanwhile."""
     with contextlib.suppress(OSError, RestoreError, ValueError):
         if isinstance(save.step_dir.store, FileStore):

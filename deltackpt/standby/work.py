@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from deltackpt import codecs
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format.blocks import RowBlock
+from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout
 from deltackpt.reading import reader, replay, saves
 from deltackpt.reading.reader import Read
@@ -17,13 +19,26 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import Way
 from deltackpt.reading.targets import Targets
 from deltackpt.standby.difference import changed_rows
-from deltackpt.standby.holding import Holding
 
 #: Reads, verifies and decodes some rows, of one field each; later blocks replace earlier ones.
 Load = Callable[[], list[RowBlock]]
 
 
-def since(newest: StoredSave, held: Holding) -> list[StoredSave] | None:
+class HeldStep(Protocol):
+    """What is gone on from."""
+
+    @property
+    def save(self) -> SaveInfo:
+        """The step that is held."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Its tables and dense leaves."""
+        ...
+
+
+def since(newest: StoredSave, held: HeldStep) -> list[StoredSave] | None:
     """The saves after the one that is held, oldest first; None where it is none of their parents.
 
     Only its children may be added to what is held. A delta against an earlier save has every row

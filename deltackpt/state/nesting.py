@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deltackpt.format.manifest import KeyPath, Layout, path_name
@@ -12,7 +12,6 @@ from deltackpt.format.manifest import KeyPath, Layout, path_name
 
 def nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
     """Nested dicts and lists of all leaves, by their typed key paths."""
-    root: dict[Any, Any] = {}
     stored = (path for table in layout.tables for path in table.leaves.values())
     found: list[tuple[KeyPath, Any]] = [
         (path, by_name[path_name(path)]) for path in stored if path_name(path) in by_name
@@ -20,6 +19,12 @@ def nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any])
     for leaf in layout.dense:
         with contextlib.suppress(KeyError):  # dense leaves may be restored in part
             found.append((leaf.path, dense_at(dense, leaf.key)))
+    return nested_at(found)
+
+
+def nested_at(found: Iterable[tuple[KeyPath, Any]]) -> Any:
+    """Nested dicts and lists of some leaves, each at its typed key path."""
+    root: dict[Any, Any] = {}
     for path, value in found:
         node = root
         for entry in path[:-1]:

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves of a delta that has them as blocks, held as files beside those of the step.
+
+Those of the next delta are made of a copy of what is held, to which its blocks are applied: what
+has not changed is not read again. After anything else, as a base, they are read from storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format.dense_blocks import BlockedValue
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.reading import dense_values, point_files, saves
+from deltackpt.reading.dense_values import shape_of
+from deltackpt.reading.saves import StoredSave
+from deltackpt.standby.files import HeldFiles, Room
+
+
+class BlockedDense:
+    """The dense leaves of a step, as blocks on their way into memory."""
+
+    def __init__(
+        self, save: StoredSave, further: Sequence[StoredSave] = (), held: HeldFiles | None = None
+    ):
+        """Reads the records alone.
+
+        Args:
+          save: the step; its dense leaves are blocks.
+          further: the saves from what is held to the step, oldest first.
+          held: what the parent of the first of them has beside its tables.
+
+        Raises:
+          Damaged: a record is missing or altered.
+        """
+        self._save = save
+        self._values = _values(save)
+        self._before = held if held is not None and self._goes_on(held, further) else None
+        self._further = further
+
+    @property
+    def rooms(self) -> Mapping[str, Room]:
+        """See ``files.Dense``."""
+        return {
+            name: Room(one.nbytes, math.prod(shape_of(one)) * dtype_of(one.dtype).itemsize)
+            for name, one in self._values.items()
+        }
+
+    @property
+    def values(self) -> Mapping[str, BlockedValue]:
+        """See ``files.Dense``."""
+        return self._values
+
+    def fill(self, held: HeldFiles) -> None:
+        """See ``files.Dense``.
+
+        Raises:
+          Damaged: something is missing or altered.
+          StepGone: a step was removed meanwhile.
+        """
+        places = {file.name: file.offset for file in held.index}
+        data = {name: _data(held, places[name], value) for name, value in self._values.items()}
+        if self._before is None:
+            self._read(data)
+            return
+        before = {file.name: file.offset for file in self._before.index}
+        for name, value in self._values.items():
+            np.copyto(data[name], _data(self._before, before[name], value))
+        by_key = {(one.file, one.key): data[name] for name, one in self._values.items()}
+        for save in self._further:
+            for source in dense_values.sources(save):
+                own = {(one.file, one.key) for one in source.record.values}
+                dense_values.apply(source, {key: by_key[key] for key in own})
+
+    def _read(self, data: Mapping[str, np.ndarray]) -> None:
+        """All of them, from the base on."""
+        chain = saves.read_chain(self._save.step_dir, self._save.item)
+
+        def room(value: BlockedValue) -> np.ndarray:
+            return data[_name(value)]
+
+        found = dense_values.of_step(chain, room=room)
+        for file, values in ((False, found.values), (True, found.files)):
+            for key, value in values.items():
+                name = f"{point_files.STEP}{point_files.name_of(key, file=file)}"
+                out = data[name].reshape(-1).view(np.uint8)[: value.nbytes]
+                now = np.frombuffer(value, np.uint8)
+                # A base that was compacted meanwhile has them in memory of its own.
+                if len(now) and now.ctypes.data != out.ctypes.data:
+                    np.copyto(out, now)
+
+    def _goes_on(self, held: HeldFiles, further: Sequence[StoredSave]) -> bool:
+        """Whether only what the saves hold has to be read, which are of the same values."""
+        same = _kinds(held.values) == _kinds(self._values)
+        return same and bool(further) and all(map(self._is_alike, further))
+
+    def _is_alike(self, save: StoredSave) -> bool:
+        if save.head.dense_blocks is None:
+            return False
+        return _kinds(_values(save)) == _kinds(self._values)
+
+
+def _values(save: StoredSave) -> dict[str, BlockedValue]:
+    """The values that all processes have of a step, by the names of their files."""
+    found: dict[str, BlockedValue] = {}
+    for source in dense_values.sources(save):
+        for value in source.record.values:
+            name = _name(value)
+            if name in found:
+                raise Damaged(source.name, f"{value.key} of one process", "it twice")
+            found[name] = value
+    return found
+
+
+def _name(value: BlockedValue) -> str:
+    return f"{point_files.STEP}{point_files.name_of(value.key, file=value.file)}"
+
+
+def _kinds(values: Mapping[str, BlockedValue]) -> dict[str, tuple[str, str, int]]:
+    return {name: (one.group, one.dtype, one.count) for name, one in values.items()}
+
+
+def _data(held: HeldFiles, offset: int, value: BlockedValue) -> np.ndarray:
+    """A value as ``dense_values.apply`` takes it."""
+    shape = shape_of(value)
+    return held.memory.array(offset, shape, dtype_of(value.dtype))

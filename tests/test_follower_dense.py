@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A follower of steps whose deltas hold dense leaves as blocks: the bits that a restore gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from unittest import mock
+
+import jax.numpy as jnp
+import model
+import numpy as np
+import pytest
+from test_follower import Trainer, advanced, assert_holds, in_storage, opened
+
+import deltackpt
+from deltackpt.errors import RestoreError
+from deltackpt.format.manifest import SaveId
+from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.reading import dense_values, point_files, removal, saves
+from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading.reader import RestoredTables, restore_tables
+from deltackpt.standby.follower import Follower
+from deltackpt.upkeep.compact import compact
+
+CODECS = ["exact", {"dense/wide": "ef4", "dense/weights": "ef8"}, {"dense/wide": "int8"}]
+
+
+@pytest.fixture(autouse=True)
+def nobody_removes_steps(monkeypatch) -> None:
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
+
+
+class DenseTrainer(Trainer):
+    """Trains dense leaves of several dtypes, one of which stays as it is."""
+
+    def __init__(self, root: Path, codec="exact", **options):
+        dense = deltackpt.Dense(deltas="own", codec=codec)
+        super().__init__(root, dense=dense, **options)
+        rng = np.random.default_rng(0)
+        more = {
+            "weights": jnp.asarray(rng.normal(size=(64, 301)), jnp.bfloat16),
+            "wide": jnp.asarray(rng.normal(size=(300, 70)), jnp.float32),
+            "frozen": jnp.asarray(rng.normal(size=(100, 100)), jnp.float32),
+        }
+        self.state = {**self.state, "dense": {**self.state["dense"], **more}}
+
+    def train(self, rows: int = 20) -> None:
+        super().train(rows)
+        rng = np.random.default_rng(self.seed)
+        dense = dict(self.state["dense"])
+        weights = np.array(dense["weights"])
+        weights.reshape(-1)[rng.integers(0, weights.size, 100)] += 0.01
+        wide = np.asarray(dense["wide"]) + 1e-3 * rng.normal(size=(300, 70)).astype(np.float32)
+        dense |= {"weights": jnp.asarray(weights), "wide": jnp.asarray(wide)}
+        self.state = {**self.state, "dense": dense}
+
+
+def dense_in_storage(root: Path, step: int) -> DenseValues:
+    return dense_values.of_step(saves.read_chain(root / str(step)))
+
+
+def held_files(one: Follower) -> dict[str, np.ndarray]:
+    assert one.holding is not None and one.holding.files is not None
+    files = one.holding.files
+    return {file.name: files.array(file) for file in files.index}
+
+
+def assert_holds_dense(one: Follower, root: Path, step: int) -> None:
+    found = point_files.dense_of(held_files(one), point_files.STEP)
+    expected = dense_in_storage(root, step)
+    for kind in ("values", "files"):
+        held, wanted = getattr(found, kind), getattr(expected, kind)
+        assert held.keys() == wanted.keys()
+        for key in wanted:
+            assert bytes(held[key]) == bytes(wanted[key]), (step, key)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_dense_leaves_follow_base_deltas_and_base(tmp_path, codec):
+    with DenseTrainer(tmp_path, codec) as trainer:
+        trainer.save()
+        one, late = opened(tmp_path), opened(tmp_path, 1, 2)
+        for number in range(8):
+            trainer.train()
+            step = trainer.save(force_base=number == 4)
+            advanced(one)
+            assert_holds(one, step, in_storage(tmp_path, step))
+            if number != 4:
+                assert_holds_dense(one, tmp_path, step)
+            if number in (3, 6):  # It finds several at once.
+                advanced(late)
+                assert_holds_dense(late, tmp_path, step)
+
+
+def test_what_did_not_change_is_not_read_again(tmp_path):
+    with DenseTrainer(tmp_path) as trainer:
+        trainer.save()
+        one = opened(tmp_path)
+        trainer.train()
+        trainer.save()
+        one.advance()
+        trainer.train()
+        step = trainer.save()
+        with mock.patch.object(dense_values, "of_step", side_effect=AssertionError):
+            assert one.advance()
+        assert_holds_dense(one, tmp_path, step)
+
+
+def test_damaged_blocks_leave_what_is_held(tmp_path):
+    with DenseTrainer(tmp_path) as trainer:
+        for _ in range(3):
+            trainer.train()
+            trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        trainer.train()
+        step = trainer.save()
+        [*_, found] = sorted((tmp_path / str(step)).rglob("blocks*/c/*"))
+        found = (
+            next(path for path in found.rglob("*") if path.is_file()) if found.is_dir() else found
+        )
+        whole = found.read_bytes()
+        found.write_bytes(whole[:-8] + bytes(8))
+        advanced(one)
+        assert one.holding is not None and one.holding.save.save_id.step == step - 1
+        assert_holds_dense(one, tmp_path, step - 1)
+        trainer.train()
+        trainer.save()
+        with contextlib.suppress(RestoreError):
+            advanced(one)
+        assert_holds_dense(one, tmp_path, step - 1)
+        found.write_bytes(whole)
+        one._candidates._refused.clear()
+        advanced(one)
+        assert_holds_dense(one, tmp_path, step + 1)
+
+
+def test_leaves_of_other_shapes_are_read_anew(tmp_path):
+    with DenseTrainer(tmp_path) as trainer:
+        one = opened(tmp_path)
+        for number in range(4):
+            dense = dict(trainer.state["dense"])
+            # The same bytes as other numbers, and more of them.
+            dense["frozen"] = dense["frozen"].view(jnp.int32) if number == 1 else dense["frozen"]
+            dense["wide"] = dense["wide"] if number != 2 else jnp.tile(dense["wide"], (2, 1))
+            trainer.state = {**trainer.state, "dense": dense}
+            step = trainer.save()
+            advanced(one)
+            assert_holds(one, step, in_storage(tmp_path, step))
+            if (tmp_path / str(step) / "dense").is_dir():
+                assert "dense/manifest.ocdbt" in held_files(one)
+            else:
+                assert_holds_dense(one, tmp_path, step)
+
+
+def test_a_compacted_base_holds_what_its_deltas_held(tmp_path):
+    with DenseTrainer(tmp_path, CODECS[1]) as trainer:
+        for _ in range(4):
+            trainer.train()
+            trainer.save()
+        one = opened(tmp_path)
+        one.advance()
+        expected = dense_in_storage(tmp_path, trainer.step)
+        compact(tmp_path)
+        late = opened(tmp_path)
+        late.advance()
+        for each in (one, late):
+            assert_holds(each, trainer.step, in_storage(tmp_path, trainer.step))
+            found = point_files.dense_of(held_files(each), point_files.STEP)
+            assert {key: bytes(data) for key, data in found.values.items()} == {
+                key: bytes(data) for key, data in expected.values.items()
+            }
+        trainer.train()
+        step = trainer.save()
+        for each in (one, late):
+            advanced(each)
+            assert_holds_dense(each, tmp_path, step)
+
+
+def test_leaves_that_do_not_fit_are_left_to_storage(tmp_path):
+    with DenseTrainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.train()
+        trainer.save()
+    rows = opened(tmp_path)
+    rows.advance()
+    one = opened(tmp_path, memory_bytes=rows.nbytes + (64 << 20) + 10_000)
+    one.advance()
+    assert one.holding is not None and one.holding.files is None
+
+
+class FollowerRows:
+    """A source of rows that a follower of this process holds; see ``RowSource``."""
+
+    def __init__(self, root: Path):
+        self._root, self.one = root, opened(root)
+
+    @contextlib.contextmanager
+    def tables(self, save, wanted, *, timeout_secs: float, point=None) -> Iterator[RestoredTables]:
+        wanted_id: SaveId = save.info.save_id
+        pin, _ = self.one.pin(wanted_id, timeout_secs)
+        files: Mapping[str, np.ndarray] = held_files(self.one)
+        found = restore_tables(saves.read_chain(save.step_dir), wanted=wanted)
+        yield RestoredTables(
+            buffers=found.buffers,
+            layout=found.layout,
+            chain=found.chain,
+            bytes_read=0,
+            seconds=0.0,
+            source="service",
+            files=files,
+        )
+        self.one.unpin(pin)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_restore_by_what_is_held_gives_the_bits_of_storage(tmp_path, codec):
+    with DenseTrainer(tmp_path, codec) as trainer:
+        trainer.save()
+        for _ in range(3):
+            trainer.train()
+            trainer.save()
+        source = FollowerRows(tmp_path)
+        source.one.advance()
+        expected = trainer.manager.restore(trainer.step, trainer.state)
+        with mock.patch.object(OrbaxItems, "_of_blocks", side_effect=AssertionError):
+            found = trainer.manager.restore_latest(trainer.state, service=source)
+        assert {*found.source} == {"service"} and found.service_error is None
+        model.assert_same(found.state, expected.state)

@@ -1,0 +1,569 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are followed: whole versions of what the trainer had, whatever happens beside."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt import serving, touched
+from deltackpt.errors import ClosedError, ServiceUnavailable, WaitTimeout
+from deltackpt.reading import dense_values, removal, saves
+from deltackpt.serving import Live, Version
+from deltackpt.upkeep.compact import compact
+
+#: Guards against hangs only.
+HANG_SECS = 60.0
+HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
+#: Numbers of the larger leaf: a MiB of bf16.
+COUNT = 1 << 19
+
+
+@pytest.fixture(autouse=True)
+def nobody_removes_steps(monkeypatch) -> None:
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
+
+
+def initial(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        "table": jnp.zeros((100, 4)),
+        "params": {
+            "w": jnp.asarray(rng.normal(size=(512, COUNT // 512)), jnp.bfloat16),
+            "odd": jnp.asarray(rng.normal(size=(33, 77)), jnp.bfloat16),
+            "b": jnp.zeros(7, jnp.bfloat16),
+            "layers": [jnp.float32(1), jnp.arange(3000)],
+            "none": None,
+        },
+        "nu": jnp.asarray(rng.random((300, 70)), jnp.float32),
+        "step": jnp.int32(0),
+    }
+
+
+class Trainer:
+    """A manager, and the states that it saved or logged."""
+
+    def __init__(self, root: Path, codec: Any = "exact", **options: Any):
+        self.root = root
+        options = {"dense": deltackpt.Dense(deltas="own", codec=codec), **options}
+        self.manager = deltackpt.CheckpointManager(
+            root, handlers=HANDLERS, options=deltackpt.ManagerOptions(**options)
+        )
+        self.state = initial()
+        self.marks = touched.init({"table": self.state["table"]})
+        self.step = 0
+        self.states: dict[int, dict[str, Any]] = {}
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.close()
+
+    def train(self, share: float = 0.01) -> None:
+        """Some numbers of the weights change, and all of the moments."""
+        self.step += 1
+        rng = np.random.default_rng(self.step)
+        params = dict(self.state["params"])
+        for name in ("w", "odd"):
+            array = np.array(params[name])
+            flat = array.reshape(-1).view(np.uint16)
+            flat[rng.choice(flat.size, int(share * flat.size), replace=False)] ^= 1
+            params[name] = jax.device_put(array, params[name].sharding)
+        params["layers"] = [jnp.float32(self.step), params["layers"][1]]
+        self.state = {**self.state, "params": params, "nu": self.state["nu"] * 0.9}
+
+    def save(self, **options: Any) -> int:
+        self.train()
+        self.manager.save(self.step, self.state, touched=self.marks, **options)
+        self.manager.wait()
+        self.states[self.step] = self.state
+        return self.step
+
+    def log(self) -> int:
+        self.train()
+        self.manager.log(self.step, self.state, touched=self.marks)
+        self.manager.wait_logged()
+        self.manager.wait()
+        self.states[self.step] = self.state
+        return self.step
+
+
+def opened(root: Path, leaves: Any = "params/**", **options: Any) -> Live:
+    return serving.follow(root, leaves, poll_secs=None, **options)
+
+
+def assert_shows(live: Live, state: dict[str, Any], step: int) -> None:
+    with live.version() as version:
+        assert version.step == step
+        assert_is(version, state["params"])
+
+
+def assert_is(version: Version, params: dict[str, Any]) -> None:
+    expected = {
+        "params/w": params["w"],
+        "params/odd": params["odd"],
+        "params/b": params["b"],
+        "params/layers/0": params["layers"][0],
+        "params/layers/1": params["layers"][1],
+    }
+    assert {*version} == {*expected}
+    for path, leaf in expected.items():
+        found = version[path]
+        assert (found.shape, found.dtype.name) == (leaf.shape, leaf.dtype.name), path
+        assert found.tobytes() == np.asarray(leaf).tobytes(), (path, version.step)
+        assert not found.flags.writeable
+
+
+def stored_chunks(step_dir: Path) -> list[Path]:
+    """Files of the blocks of a delta that hold bf16 weights."""
+    found = sorted(
+        path
+        for path in (step_dir / "embeddings").rglob("*")
+        if path.is_file() and "c" in path.parts and "dense.bfloat16" in str(path)
+    )
+    assert found
+    return found
+
+
+# Versions.
+
+
+@pytest.mark.parametrize("codec", ["exact", {"params/w": "ef4", "params/odd": "ef8"}])
+def test_each_version_is_what_a_restore_gives(tmp_path, codec):
+    with Trainer(tmp_path, codec) as trainer:
+        trainer.save()
+        live, late = opened(tmp_path), opened(tmp_path)
+        for number in range(8):
+            assert live.advance() and not live.advance()
+            with deltackpt.CheckpointManager(
+                tmp_path, handlers=HANDLERS, options=deltackpt.ManagerOptions(access="read")
+            ) as manager:
+                restored = manager.restore(trainer.step, trainer.state).state
+            assert_shows(live, restored, trainer.step)
+            if codec == "exact":
+                assert_shows(live, trainer.state, trainer.step)
+            if number % 3 == 2:  # It finds several at once.
+                late.advance()
+                assert_shows(late, restored, trainer.step)
+            trainer.save(force_base=number == 4)
+        assert live.problem is None
+
+
+def test_a_tree_is_nested_as_the_state_is(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+    live = opened(tmp_path, ["params/layers/*", "params/b", "step"])
+    live.advance()
+    with live.version() as version:
+        tree = version.tree()
+    assert {*tree} == {"params", "step"} and {*tree["params"]} == {"b", "layers"}
+    assert tree["params"]["layers"][0] == 1.0 and tree["step"].shape == ()
+
+
+def test_only_blocks_that_changed_are_read(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        with live.version() as version:
+            # The whole base, in Orbax's layout.
+            assert version.bytes_read >= version.nbytes
+        for _ in range(3):
+            trainer.save()
+            live.advance()
+            with live.version() as version:
+                assert 0 < version.bytes_read < version.nbytes / 40
+                assert_is(version, trainer.state["params"])
+
+
+def test_leaves_that_do_not_change_are_held_once(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path, "**")
+        live.advance()
+        with live.version() as before:
+            trainer.save()
+            live.advance()
+            with live.version() as after:
+                assert after["params/layers/1"].ctypes.data == before["params/layers/1"].ctypes.data
+                assert after["params/w"].ctypes.data != before["params/w"].ctypes.data
+                changed = [path for path in after if after.content(path) != before.content(path)]
+        assert sorted(changed) == ["nu", "params/layers/0", "params/odd", "params/w"]
+
+
+def test_memory_that_nobody_reads_is_used_again(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        places = []
+        for _ in range(6):
+            live.advance()
+            with live.version() as version:
+                places.append(version["params/w"].ctypes.data)
+            del version
+            gc.collect()
+            trainer.save()
+        assert len({*places}) == 2
+
+
+def test_an_array_that_somebody_keeps_stays_what_it_was(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        with live.version() as version:
+            kept = version["params/w"][3:5]
+        del version
+        expected = np.asarray(trainer.state["params"]["w"])[3:5].tobytes()
+        for _ in range(4):
+            trainer.save()
+            live.advance()
+            gc.collect()
+        assert kept.tobytes() == expected
+
+
+def test_a_reader_beside_sees_whole_versions_only(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        with serving.follow(tmp_path, "params/**", poll_secs=0.001) as live:
+            live.wait_ready(HANG_SECS)
+            seen: dict[int, int] = {}
+            wrong: list[int] = []
+            stop = threading.Event()
+
+            def read() -> None:
+                while not stop.is_set():
+                    with live.version() as version:
+                        step = version.step
+                        # Of the same moment, whatever is applied meanwhile.
+                        number = float(version["params/layers/0"])
+                        seen[step] = hash(version["params/w"].tobytes())
+                        if number != step:
+                            wrong.append(step)
+
+            readers = [threading.Thread(target=read) for _ in range(2)]
+            for one in readers:
+                one.start()
+            for number in range(12):
+                trainer.save(force_base=number == 6)
+            live.wait_ready(HANG_SECS, trainer.step)
+            stop.set()
+            for one in readers:
+                one.join()
+        assert not wrong and len(seen) > 2
+        for step, found in seen.items():
+            assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
+
+
+def test_a_step_of_another_format_of_dense_leaves_is_followed_too(tmp_path):
+    with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
+        live = opened(tmp_path)
+        for _ in range(3):
+            trainer.save()
+            live.advance()
+            assert_shows(live, trainer.state, trainer.step)
+
+
+def test_leaves_that_orbax_writes_in_its_own_way_are_read_by_it(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        # A leaf that our writer leaves to Orbax's.
+        trainer.state = {**trainer.state, "name": "a text", "number": 3}
+        live = opened(tmp_path, ["params/**", "number", "name"])
+        for _ in range(2):
+            trainer.save()
+            live.advance()
+            with live.version() as version:
+                assert (
+                    version["params/w"].tobytes()
+                    == np.asarray(trainer.state["params"]["w"]).tobytes()
+                )
+                assert version["number"] == 3
+
+
+def test_sharded_leaves_are_put_together(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
+    with Trainer(tmp_path) as trainer:
+        params = trainer.state["params"]
+        params = {**params, "w": jax.device_put(params["w"], sharding)}
+        trainer.state = {**trainer.state, "params": params}
+        live = opened(tmp_path)
+        for _ in range(3):
+            trainer.save()
+            live.advance()
+            assert_shows(live, trainer.state, trainer.step)
+
+
+# What goes wrong.
+
+
+def test_nothing_is_shown_before_there_is_a_step(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        live = opened(tmp_path)
+        assert not live.advance()
+        for ask in (live.staleness, live.on_device, live.version().__enter__):
+            with pytest.raises(ServiceUnavailable):
+                ask()
+        with pytest.raises(WaitTimeout):
+            live.wait_ready(0.0)
+        trainer.save()
+        assert live.advance()
+        live.wait_ready(0.0)
+
+
+def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        trainer.save()
+        live.advance()
+        step, state = trainer.step, trainer.state
+        trainer.save()
+        damaged = {path: path.read_bytes() for path in stored_chunks(tmp_path / str(trainer.step))}
+        for path, whole in damaged.items():
+            half = len(whole) // 2
+            path.write_bytes(whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :])
+            with caplog.at_level(logging.WARNING):
+                assert not live.advance()
+            assert live.problem is not None
+            assert_shows(live, state, step)
+            assert live.staleness().steps == 1
+            path.write_bytes(whole)
+            live._candidates._refused.clear()
+        assert "is not shown" in caplog.text
+        path, whole = next(iter(damaged.items()))
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert not live.advance()
+        trainer.save(force_base=True)
+        assert live.advance()
+        assert live.problem is None
+        assert_shows(live, trainer.state, trainer.step)
+
+
+def test_a_failure_in_the_middle_leaves_what_is_shown(tmp_path):
+    """Of two saves that are applied at once the second fails, after the first was."""
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        step, state = trainer.step, trainer.state
+        trainer.save()
+        trainer.save()
+        real, calls = dense_values.apply, []
+
+        def failing(*arguments: Any) -> None:
+            calls.append(1)
+            real(*arguments)
+            if len(calls) == 2:
+                raise OSError(5, "injected")
+
+        with mock.patch.object(dense_values, "apply", failing), pytest.raises(OSError):
+            live.advance()
+        assert_shows(live, state, step)
+        assert live.advance()
+        assert_shows(live, trainer.state, trainer.step)
+
+
+def test_a_restarted_reader_shows_the_same(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        for _ in range(4):
+            trainer.save()
+        for _ in range(2):
+            with opened(tmp_path) as live:
+                live.advance()
+                assert_shows(live, trainer.state, trainer.step)
+
+
+def test_a_rollback_is_followed(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        for _ in range(4):
+            trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        found = trainer.manager.restore(2, trainer.states[2])
+        trainer.state, trainer.marks = found.state, found.touched
+        trainer.step = 2
+        trainer.train(share=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.save()
+        live.advance()
+        with live.version() as version:
+            assert_is(version, trainer.state["params"])
+        trainer.save()
+        assert live.advance()
+        assert_shows(live, trainer.state, trainer.step)
+
+
+def test_a_step_that_goes_while_it_is_read_leads_to_the_next(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        step, state = trainer.step, trainer.state
+        trainer.save()
+        real = saves.check_stands
+
+        def removed(save: Any) -> None:
+            shutil.rmtree(tmp_path / "2")
+            real(save)
+
+        with mock.patch.object(saves, "check_stands", removed):
+            assert not live.advance()
+        assert_shows(live, state, step)
+        assert live.problem is not None
+
+
+def test_retention_removes_what_was_gone_on_from(tmp_path):
+    policy = deltackpt.Consecutive(max_chain=2)
+    options = {"retention": 1, "deltas": deltackpt.DeltaOptions(policy=policy)}
+    with Trainer(tmp_path, **options) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        for number in range(10):
+            trainer.save()
+            if number % 3 != 1:
+                live.advance()
+                assert_shows(live, trainer.state, trainer.step)
+
+
+def test_a_chain_that_was_compacted_is_read_through_its_new_base(tmp_path):
+    with Trainer(tmp_path, {"params/w": "ef4"}) as trainer:
+        for _ in range(4):
+            trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        with live.version() as version:
+            expected = {path: array.tobytes() for path, array in version.items()}
+        compact(tmp_path)
+        late = opened(tmp_path)
+        late.advance()
+        with late.version() as version:
+            assert {path: array.tobytes() for path, array in version.items()} == expected
+        for _ in range(2):
+            trainer.save()
+            assert live.advance() and late.advance()
+            with live.version() as one, late.version() as other:
+                assert one.step == other.step == trainer.step
+                assert {path: array.tobytes() for path, array in one.items()} == {
+                    path: array.tobytes() for path, array in other.items()
+                }
+
+
+def test_after_closing_nothing_is_followed_and_versions_stay(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = serving.follow(tmp_path, "params/**", poll_secs=0.01)
+        live.wait_ready(HANG_SECS)
+        live.close()
+        live.close()
+        assert not any(one.name == "deltackpt-serving" for one in threading.enumerate())
+        with pytest.raises(ClosedError):
+            live.advance()
+        assert_shows(live, trainer.state, trainer.step)
+
+
+# The log.
+
+
+@pytest.mark.parametrize("dense", ["whole", "xor"])
+def test_marks_of_the_log_are_followed(tmp_path, dense):
+    with Trainer(tmp_path, log=deltackpt.LogOptions(dense=dense)) as trainer:
+        trainer.save()
+        live, steps_alone = opened(tmp_path), opened(tmp_path, log=False)
+        for number in range(7):
+            trainer.save() if number == 3 else trainer.log()
+            live.advance()
+            assert_shows(live, trainer.state, trainer.step)
+            with live.version() as version:
+                assert (version.point is None) == (number == 3)
+            steps_alone.advance()
+            with steps_alone.version() as version:
+                assert version.step == (1 if number < 3 else 5)
+                assert_is(version, trainer.states[version.step]["params"])
+
+
+# On devices.
+
+
+def test_only_leaves_that_changed_are_placed_again(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        first = live.on_device()
+        again = live.on_device()
+        assert again.tree["params"]["w"] is first.tree["params"]["w"]
+        kept = np.asarray(first.tree["params"]["w"]).tobytes()
+        for _ in range(3):
+            trainer.save()
+            live.advance()
+        device = jax.devices()[1]
+        last = live.on_device({"params/w": device})
+        assert last.step == trainer.step
+        assert last.tree["params"]["layers"][1] is first.tree["params"]["layers"][1]
+        assert last.tree["params"]["w"].devices() == {device}
+        np.testing.assert_array_equal(last.tree["params"]["w"], trainer.state["params"]["w"])
+        # jax may have aliased the memory, which is therefore not used again.
+        assert np.asarray(first.tree["params"]["w"]).tobytes() == kept
+
+
+# Processes.
+
+READER = """
+    import json, sys
+    from deltackpt import serving
+
+    root, last = sys.argv[1], int(sys.argv[2])
+    found = []
+    with serving.follow(root, "params/**", poll_secs=0.01) as live:
+        live.wait_ready(60)
+        while True:
+            with live.version() as version:
+                import hashlib
+                digest = hashlib.sha256(version["params/w"].tobytes()).hexdigest()
+                found.append((version.step, digest))
+                if version.step >= last:
+                    break
+            live.wait_ready(60, version.step + 1)
+    assert not {"jax", "ray", "orbax"} & {*sys.modules}, "nothing of it is needed"
+    print(json.dumps(found))
+"""
+
+
+def test_another_process_follows_without_jax_beside_the_trainer(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        last = 8
+        reader = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(READER), tmp_path, str(last)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        while trainer.step < last:
+            trainer.save(force_base=trainer.step == 4)
+        told, _ = reader.communicate(timeout=2 * HANG_SECS)
+        assert reader.returncode == 0
+        found = json.loads(told)
+        assert found[-1][0] == last
+        for step, digest in found:
+            array = np.asarray(trainer.states[step]["params"]["w"])
+            assert digest == hashlib.sha256(array.tobytes()).hexdigest()
