@@ -54,3 +54,16 @@ def unpack(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
             else:
                 out[...] = code
     return codes
+
+
+def pack_halves(codes: np.ndarray) -> np.ndarray:
+    """Packs codes of 4 bits, (n, width) uint8 of an even width, into (n, width / 2).
+
+    Example:
+      >>> pack_halves(np.array([[1, 3, 2, 4]], np.uint8)).tolist()
+      [[33, 67]]
+    """
+    half = codes.shape[1] // 2
+    packed = codes[:, half:] << 4
+    packed |= codes[:, :half]
+    return packed

@@ -26,7 +26,7 @@ _LARGEST_FLOAT16 = 2.0**15
 #: A row's parameters are float16 where its largest magnitude is below this one, and its scale is
 #: 0 or at least that one; else they are bfloat16, which the sign bit of the scale says.
 FLOAT16_BELOW, FLOAT16_SCALE = 2.0**15, 2.0**-16
-_BFLOAT16_FLAG = 0x8000
+BFLOAT16_FLAG = 0x8000
 #: Parameters of one row in bytes, each.
 _PARAMETER = np.dtype(np.float16)
 #: Dtype to the relative rounding error of its numbers, and half of its least subnormal number.
@@ -137,11 +137,11 @@ class Uniform:
     def _parameters(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
         """Scale and offset of each row, float32 (n,)."""
         scale = arrays["scale"].view(np.uint16)
-        brain = (scale & _BFLOAT16_FLAG) != 0
+        brain = (scale & BFLOAT16_FLAG) != 0
         found = [
             np.where(brain, _brain(array.view(np.uint16) & mask), array.astype(np.float32))
             for array, mask in (
-                (arrays["scale"], np.uint16(_BFLOAT16_FLAG - 1)),
+                (arrays["scale"], np.uint16(BFLOAT16_FLAG - 1)),
                 *(() if self.symmetric else ((arrays["offset"], np.uint16(0xFFFF)),)),
             )
         ]

@@ -18,12 +18,10 @@ import numpy as np
 
 from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
-from deltackpt.save import encode, encode_logarithms
+from deltackpt.save import encode_blocks
 
 #: Blocks that one thread encodes at once.
 _SPAN_BLOCKS = 1 << 14
-#: Of these the float32 pieces that stay in the cache.
-_PIECE_BLOCKS = 1 << 11
 #: Most numbers of a block that are kept with their places, by bytes of a number: with more the
 #: other lossless codecs are smaller (bf16: byte planes of the XOR have a quarter of the bytes).
 _MOST_SPARSE = {1: 96, 2: 32, 4: 160, 8: 200}
@@ -165,6 +163,11 @@ def _joined(pieces: Iterable[CodedBlocks]) -> list[CodedBlocks]:
     ]
 
 
+def changed_blocks(now: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Which blocks changed, by their bits: (n,) bool."""
+    return (now.view(np.uint64) != before.view(np.uint64)).any(axis=1)
+
+
 # Lossless.
 
 
@@ -248,75 +251,60 @@ def _lossy(
     skip_unchanged: bool,
 ) -> _Span:
     """Encodes a span; ``decoded`` gets what a reader will find."""
-    found = of_blocks.get(codec)
-    blocks = np.arange(len(now))
-    if before is not None and skip_unchanged:
-        counts, _ = changed_numbers(now, before)
-        blocks = np.flatnonzero(counts)
-        if len(blocks) < len(now):
-            np.copyto(decoded, before)
     pieces: list[CodedBlocks] = []
-    error = 0.0
-    for first in range(0, len(blocks), _PIECE_BLOCKS):
-        chosen = blocks[first : first + _PIECE_BLOCKS]
-        rows = now[_span_of(chosen)]
-        reference = None if before is None else before[_span_of(chosen)]
-        values = rows.astype(np.float32, copy=False)
-        if isinstance(found, of_blocks.Difference):
-            assert reference is not None
-            with np.errstate(invalid="ignore", over="ignore"):
-                values = values - reference.astype(np.float32, copy=False)
-        coded = _code(found, values, rows, reference)
-        held = np.asarray(coded.held)
-        out = np.empty_like(rows)
-        arrays = {name: np.ascontiguousarray(array) for name, array in coded.arrays.items()}
-        if held.all():
-            found.decode(arrays, reference, out)
-            pieces.append(CodedBlocks(codec, chosen + start, arrays))
-        else:
-            # What the code cannot hold is kept as it is.
-            missing, rest = np.flatnonzero(~held), np.flatnonzero(held)
-            beside = _lossless("raw", rows, None, missing, 0)
-            pieces.append(beside._replace(blocks=chosen[missing] + start))
-            out[missing] = rows[missing]
-            if len(rest):
-                arrays = {name: array[rest] for name, array in arrays.items()}
-                target = np.empty_like(rows[rest])
-                found.decode(arrays, None if reference is None else reference[rest], target)
-                out[rest] = target
-                pieces.append(CodedBlocks(codec, chosen[rest] + start, arrays))
-        error += float(np.asarray(coded.squared_error)[held].sum(dtype=np.float64))
-        decoded[_span_of(chosen)] = out
-    return _Span(pieces, error, _squares(now))
+    error = norm = 0.0
+    for first in range(0, len(now), encode_blocks.PIECE_BLOCKS):
+        part = slice(first, first + encode_blocks.PIECE_BLOCKS)
+        rows, out = now[part], decoded[part]
+        reference = None if before is None else before[part]
+        norm += encode_blocks.squares(rows)
+        numbers = np.arange(start + first, start + first + len(rows))
+        changed = None
+        if reference is not None and skip_unchanged:
+            changed = changed_blocks(rows, reference)
+        if changed is None or changed.all():
+            pieces += _coded(codec, rows, reference, numbers, out)
+            error += encode_blocks.squares(rows, out)
+            continue
+        assert reference is not None
+        np.copyto(out, reference)
+        if changed.any():
+            rows, found = rows[changed], np.empty_like(rows[changed])
+            pieces += _coded(codec, rows, reference[changed], numbers[changed], found)
+            error += encode_blocks.squares(rows, found)
+            out[changed] = found
+    return _Span(pieces, error, norm)
 
 
-def _span_of(chosen: np.ndarray) -> slice | np.ndarray:
-    """An index for ascending numbers: a slice where they lie together."""
-    first, last = int(chosen[0]), int(chosen[-1]) + 1
-    return slice(first, last) if last - first == len(chosen) else chosen
-
-
-def _code(
-    codec: of_blocks.BlockCodec,
-    values: np.ndarray,
+def _coded(
+    codec: str,
     rows: np.ndarray,
     reference: np.ndarray | None,
-) -> encode.Encoded:
-    if isinstance(codec, (of_blocks.Difference, of_blocks.Alone)):
-        found = encode.on_host(codec.code, values)
-        stored = codec.code.stored((BLOCK,), np.dtype(np.float32))
-        arrays = {
-            name: np.asarray(found.arrays[name]).view(array.dtype) for name, array in stored.items()
-        }
-        return found._replace(arrays=arrays)
-    return encode_logarithms.on_host(codec, rows, reference)
+    numbers: np.ndarray,
+    out: np.ndarray,
+) -> list[CodedBlocks]:
+    """Encodes a piece; what a codec does not hold is left to the next wider one.
 
-
-def _squares(now: np.ndarray) -> float:
-    """Sum of the squares of the numbers; of what is not finite nothing."""
-    total = 0.0
-    for start in range(0, len(now), _PIECE_BLOCKS):
-        values = now[start : start + _PIECE_BLOCKS].astype(np.float32, copy=False).reshape(-1)
-        found = float(np.dot(values, values))
-        total += found if math.isfinite(found) else 0.0
-    return total
+    Args:
+      codec: the first.
+      rows: (n, 256).
+      reference: likewise.
+      numbers: of the blocks in the leaf.
+      out: likewise, gets what they decode to.
+    """
+    if codec == of_blocks.EXACT:
+        np.copyto(out, rows)
+        return [_lossless("raw", rows, None, np.arange(len(rows)), 0)._replace(blocks=numbers)]
+    coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out)
+    if coded.held.all():
+        return [CodedBlocks(codec, numbers, coded.arrays)]
+    pieces = []
+    if coded.held.any():
+        arrays = {name: array[coded.held] for name, array in coded.arrays.items()}
+        pieces.append(CodedBlocks(codec, numbers[coded.held], arrays))
+    left = ~coded.held
+    beside = np.empty_like(rows[left])
+    before = None if reference is None else reference[left]
+    pieces += _coded(of_blocks.wider(codec), rows[left], before, numbers[left], beside)
+    out[left] = beside
+    return pieces

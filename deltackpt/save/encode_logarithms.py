@@ -1,20 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes blocks by the codes of second moments; see ``codecs.logarithms``."""
+"""Encodes blocks by the codes of second moments; see ``codecs.logarithms``.
+
+Here, and only here, logarithms are the platform's: another last bit leads to another code of the
+same bound, and what a code decodes to is looked up.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from deltackpt.codecs.of_blocks import BlockCodec
-from deltackpt.save.encode import Encoded
+from deltackpt.codecs import logarithms, packing
+from deltackpt.codecs.block_codec import BlockCodec
+from deltackpt.codecs.logarithms import FINE, FURTHEST, LOWEST_POWER, MIDDLE, WIDEST_STEP, WITHIN
+
+#: The pattern of infinity; all that is negative or not finite lies from it on.
+_INFINITY = 0x7F800000
+_HIGHEST_CODE = 255
 
 
-def on_host(codec: BlockCodec, rows: np.ndarray, reference: np.ndarray | None) -> Encoded:
-    """Encodes blocks in host memory.
+def encode(
+    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Encodes blocks.
 
     Args:
       codec: one of ``logarithms.LOGARITHMS``.
-      rows: (n, 256) of a float dtype; blocks with a negative number, NaN or infinity are not held.
-      reference: likewise, of relative codecs.
+      now: (n, 256) of a float dtype; blocks with a negative number, NaN or infinity are not held.
+      before: likewise the reference, of ``log4``.
+
+    Returns:
+      What is stored, and which blocks are held, (n,) bool.
     """
-    raise NotImplementedError(codec.name)
+    if isinstance(codec, logarithms.LogarithmDifference):
+        assert before is not None
+        return _difference(now, before)
+    return _alone(now)
+
+
+def _alone(now: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    values = now.astype(np.float32, copy=False)
+    patterns = values.view(np.uint32)
+    lowest, highest = patterns.min(axis=1), patterns.max(axis=1)
+    held = highest < _INFINITY
+    zeros = lowest == 0
+    if zeros.any():
+        some = patterns[zeros]
+        lowest[zeros] = np.where(some > 0, some, _INFINITY - 1).min(axis=1)
+    # Of zeros only, any: they have a code of their own.
+    lowest = np.minimum(lowest, np.maximum(highest, 1))
+    first = np.floor(_place(np.where(held, lowest, 1)))
+    last = np.ceil(_place(np.where(held, np.maximum(highest, 1), 1)))
+    step = np.maximum(np.ceil((last - first) / (_HIGHEST_CODE - 1)), 1)
+    per_octave = FINE / step
+    code = np.log2(values)
+    code *= per_octave[:, None]
+    code += (1 - first / step - LOWEST_POWER * per_octave)[:, None]
+    codes = np.rint(code, out=code).astype(np.uint8)
+    if zeros.any():
+        codes[patterns == 0] = 0
+    return {"": codes, "low": first.astype(np.uint16), "step": step.astype(np.uint8)}, held
+
+
+def _place(patterns: np.ndarray) -> np.ndarray:
+    """Places of the grid, float32, of positive float32 numbers by their patterns."""
+    return (np.log2(patterns.view(np.float32)) - LOWEST_POWER) * np.float32(FINE)
+
+
+def _difference(now: np.ndarray, before: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    values = now.astype(np.float32, copy=False)
+    reference = before.astype(np.float32, copy=False)
+    limits = np.array(WITHIN[now.dtype.name], np.float32)
+    held = _held(values, limits) & _held(reference, limits)
+    moved = np.log2(values / reference)
+    zero = values == 0
+    some = bool(zero.any())
+    if some:
+        moved[zero] = 0
+    moved *= np.float32(FINE)
+    furthest = np.abs(moved).view(np.uint32).max(axis=1).view(np.float32)
+    step = np.maximum(np.ceil(furthest / FURTHEST), 1)
+    # A number that was zero has moved by infinity.
+    held &= step <= WIDEST_STEP
+    step = np.where(held, step, 1)
+    moved *= (1 / step)[:, None]
+    np.rint(moved, out=moved)
+    moved += np.float32(MIDDLE)
+    codes = moved.astype(np.uint8)
+    if some:
+        codes[zero] = 0
+    return {"": packing.pack_halves(codes), "step": step.astype(np.uint8)}, held
+
+
+def _held(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Whether all numbers of a block are zero or within limits, (n,) bool."""
+    low, high = limits.view(np.uint32)
+    patterns = values.view(np.uint32)
+    if low <= patterns.min() and patterns.max() <= high:
+        return np.ones(len(values), bool)
+    return ((patterns == 0) | ((patterns >= low) & (patterns <= high))).all(axis=1)
