@@ -33,8 +33,8 @@ LOWEST_POWER, END_POWER = -149, 128
 PLACES = (END_POWER - LOWEST_POWER) * FINE
 #: Codes of ``log4`` that multiply go from -7 to 7, moved up by 8; 0 is the symbol of zero.
 MIDDLE, FURTHEST = 8, 7
-#: The widest step of ``log4`` in places: what it decodes to is within a sixteenth of an octave.
-WIDEST_STEP = 16
+#: The widest step of ``log4`` in places: what it decodes to is within an eighth of an octave.
+WIDEST_STEP = 32
 #: Dtype to the least and the largest positive number that ``log4`` holds, before and after: their
 #: products are normal numbers of the dtype.
 WITHIN = {
@@ -169,7 +169,7 @@ class LogarithmDifference:
     """Codes of 4 bits: by how many steps of the grid a number moved; each block has its step.
 
     Errors do not add up: the reference is what the parent decodes to. A block is held where no
-    number moved by more than 7/8 of an octave, and none that was zero is so no longer.
+    number moved by more than 7/4 octaves, and none that was zero is so no longer.
     """
 
     name: str = "log4"

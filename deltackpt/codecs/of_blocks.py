@@ -118,13 +118,26 @@ class Sparse:
         assert reference is not None
         if reference is not out:
             np.copyto(out, reference)
+        self.change(arrays, np.arange(len(out)), out)
+
+    def change(self, arrays: Mapping[str, np.ndarray], blocks: np.ndarray, out: np.ndarray) -> None:
+        """Changes blocks where they lie.
+
+        Args:
+          arrays: suffix to stored array, of n blocks.
+          blocks: (n,) which rows of ``out`` these are, ascending.
+          out: (m, 256), contiguous: what they were.
+
+        Raises:
+          ValueError: as ``decode``.
+        """
         count, at, changed = arrays["count"], arrays["at"], arrays[""]
         total = int(count.sum(dtype=np.int64))
-        if len(count) != len(out) or total != len(at) or total != len(changed):
-            raise ValueError(f"{total} numbers of {len(out)} blocks, found {len(at)}")
-        places = np.repeat(np.arange(len(count)) * BLOCK, count)
+        if len(count) != len(blocks) or total != len(at) or total != len(changed):
+            raise ValueError(f"{total} numbers of {len(blocks)} blocks, found {len(at)}")
+        places = np.repeat(blocks * BLOCK, count)
         places += at
-        if total > 1 and not (np.diff(places) > 0).all():
+        if not (places[1:] > places[:-1]).all():
             raise ValueError("places that ascend, found some that do not")
         flat = out.reshape(-1).view(changed.dtype)
         flat[places] ^= changed

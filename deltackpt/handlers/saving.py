@@ -221,6 +221,8 @@ class Saver:
         for item in items.values():
             if isinstance(item, PendingSave):
                 self._run.lineage.failed(item.intent.save_id)
+                if self._run.dense is not None:
+                    self._run.dense.references.failed(item.intent.save_id)
         _release(items)
 
     def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
@@ -294,9 +296,9 @@ class Saver:
             committed = steps.write(planned, run.workers)
         except BaseException:
             _release(planned.items)  # Not all of them were come to.
-            self._settle_dense(planned, stands=False)
+            self._drop_references(planned)
             raise
-        self._settle_dense(planned, stands=True)
+        self._keep_references(planned)
         run.held.committed()
         if run.among.index == 0:
             try:
@@ -306,17 +308,18 @@ class Saver:
                 warnings.append(f"steps that retention does not keep may stay: {error}")
         return Done(room_secs, committed, tuple(warnings))
 
-    def _settle_dense(self, planned: Step, *, stands: bool) -> None:
+    def _drop_references(self, planned: Step) -> None:
+        """What a save has of dense leaves is no reference where it does not stand."""
+        run, pending = self._run, planned.items[planned.tables]
+        if run.dense is not None and isinstance(pending, PendingSave):
+            run.dense.references.failed(pending.intent.save_id)
+
+    def _keep_references(self, planned: Step) -> None:
         """References of dense leaves count once their save stands."""
         run, pending = self._run, planned.items[planned.tables]
-        if run.dense is None or not isinstance(pending, PendingSave):
-            return
-        intent = pending.intent
-        if stands:
-            parents = () if intent.parent is None else (intent.parent.save_id,)
-            run.dense.committed(intent.save_id, run.lineage.protected().intersection(parents))
-        else:
-            run.dense.failed(intent.save_id)
+        if run.dense is not None and isinstance(pending, PendingSave):
+            save_id = pending.intent.save_id
+            run.dense.references.committed(save_id, run.lineage.next_parent(save_id))
 
     def _metadata(
         self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int

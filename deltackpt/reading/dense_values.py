@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from deltackpt.codecs import of_blocks
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import Damaged
 from deltackpt.format import blocks, gaps, names
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks
+from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
-from deltackpt.reading import orbax_values
+from deltackpt.reading import dense_work, orbax_values
+from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 
@@ -43,34 +43,19 @@ class DenseValues(NamedTuple):
     files: Mapping[str, memoryview]
 
 
-#: A value of the item: whether it is a file, and its key.
-Key = tuple[bool, str]
+class Base(Protocol):
+    """The item of a base: ``orbax_values.OrbaxValues``."""
 
+    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+        """Reads values to where they are wanted, verified.
 
-class Source(Protocol):
-    """What one process wrote of dense leaves, in a step or in a mark."""
-
-    @property
-    def name(self) -> str:
-        """How errors name it."""
-        ...
-
-    @property
-    def record(self) -> DenseBlocks:
-        """What it is."""
-        ...
-
-    def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
-        """Rows of a stored array, verified.
+        Args:
+          into: (bytes,) uint8, of each value that is wanted.
 
         Raises:
-          Damaged: they are missing or altered.
+          Damaged: one is missing, altered, or of another length.
         """
         ...
-
-
-#: The values that are in the item of a base, for some keys; all that are asked for.
-Base = Callable[[Sequence[Key]], Mapping[Key, memoryview]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +75,8 @@ class PartSource:
 
 
 def of_step(
-    saves: Sequence[StoredSave], wanted: Callable[[str], bool] = lambda key: True
+    saves: Sequence[StoredSave],
+    wanted: Callable[[str], bool] = lambda key: True,
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
@@ -118,7 +104,7 @@ def _of_step(saves: Sequence[StoredSave], *, wanted: Callable[[str], bool]) -> D
     if not sources:
         assert base is not None
         return _all_of(base, wanted)
-    return values_of(sources, None if base is None else base.read, name, wanted)
+    return values_of(sources, base, name, wanted)
 
 
 def _all_of(base: orbax_values.OrbaxValues, wanted: Callable[[str], bool]) -> DenseValues:
@@ -156,17 +142,15 @@ def values_of(
     Raises:
       Damaged: something is missing or altered.
     """
-    filling = Filling.of(sources[0], name, wanted)
-    work: list[list[_Piece]] = []
-    for each in sources:
-        if filling.complete:
-            break
-        work.append([piece for source in each for piece in _pieces(source, filling)])
-    filling.fill_from(base)
+    filling, lanes = Filling.of(sources[0], name, wanted), Lanes()
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-        for pieces in reversed(work):
-            for _ in pool.map(_Piece.run, pieces):
-                pass
+        for save in sources:
+            if filling.complete:
+                break
+            for source in save:
+                _add(source, filling, lanes)
+        filling.fill_from(base)
+        lanes.run(pool)
     return filling.values()
 
 
@@ -181,42 +165,17 @@ def apply(source: Source, held: Mapping[Key, np.ndarray]) -> None:
     Raises:
       Damaged: something is missing or altered.
     """
-    filling = Filling({key: _Leaf(key, data) for key, data in held.items()}, source.name)
-    for piece in _pieces(source, filling):
-        piece.run()
-
-
-@dataclasses.dataclass(eq=False)
-class _Leaf:
-    """The value of a key on its way.
-
-    Attributes:
-      key: see ``Key``.
-      data: (blocks, 256), or (n,) uint8.
-      count: numbers; of a plain value bytes.
-      missing: (blocks,) bool, what no save completes so far; of a plain value (1,).
-    """
-
-    key: Key
-    data: np.ndarray
-    count: int = -1
-    missing: np.ndarray = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.missing = np.ones(len(self.data) if self.data.ndim == 2 else 1, bool)
-        if self.count < 0:
-            self.count = self.data.size
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes of the value."""
-        return self.data.reshape(-1)[: self.count].view(np.uint8).data
+    filling = Filling({key: Leaf(key, data) for key, data in held.items()}, source.name)
+    lanes = Lanes()
+    _add(source, filling, lanes)
+    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
+        lanes.run(pool)
 
 
 class Filling:
     """The values of an item while saves are looked through, newest first."""
 
-    def __init__(self, leaves: Mapping[Key, _Leaf], name: str):
+    def __init__(self, leaves: Mapping[Key, Leaf], name: str):
         """See ``of``."""
         self._leaves = dict(leaves)
         self._name = name
@@ -224,7 +183,7 @@ class Filling:
     @classmethod
     def of(cls, newest: Sequence[Source], name: str, wanted: Callable[[str], bool]) -> Filling:
         """What the newest save says that there is, all of it missing."""
-        leaves: dict[Key, _Leaf] = {}
+        leaves: dict[Key, Leaf] = {}
         for source in newest:
             for value in source.record.values:
                 key = value.file, value.key
@@ -233,7 +192,7 @@ class Filling:
                 if value.file or wanted(value.key):
                     shape = (value.count,) if value.plain else (value.blocks, BLOCK)
                     data = memory.empty_buffer(shape, dtype_of(value.dtype))
-                    leaves[key] = _Leaf(key, data, value.count)
+                    leaves[key] = Leaf(key, data, value.count)
         return cls(leaves, name)
 
     @property
@@ -241,7 +200,7 @@ class Filling:
         """Whether older saves have nothing more to say."""
         return not any(leaf.missing.any() for leaf in self._leaves.values())
 
-    def leaf(self, value: BlockedValue, name: str) -> _Leaf | None:
+    def leaf(self, value: BlockedValue, name: str) -> Leaf | None:
         """Where a value of an older save goes; None where it is not wanted.
 
         Raises:
@@ -264,159 +223,72 @@ class Filling:
         if base is None:
             shown = ", ".join(key for _, key in list(missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        found = base(list(missing))
-        for key, leaf in missing.items():
-            data = found.get(key)
-            nbytes = leaf.count * leaf.data.itemsize
-            if data is None or data.nbytes != nbytes:
-                have = "none" if data is None else f"{data.nbytes}"
-                raise Damaged(self._name, f"{nbytes} bytes of {key[1]} in the base", have)
-            flat = leaf.data.reshape(-1)
-            flat[: leaf.count].view(np.uint8)[:] = np.frombuffer(data, np.uint8)
-            flat[leaf.count :] = np.zeros((), leaf.data.dtype)
+        base.fill({key: leaf.bytes for key, leaf in missing.items()})
+        for leaf in missing.values():
+            leaf.data.reshape(-1)[leaf.count :] = np.zeros((), leaf.data.dtype)
 
     def values(self) -> DenseValues:
         """All of it."""
         return DenseValues(
-            {key: leaf.view for (file, key), leaf in self._leaves.items() if not file},
-            {key: leaf.view for (file, key), leaf in self._leaves.items() if file},
+            {key: leaf.bytes.data for (file, key), leaf in self._leaves.items() if not file},
+            {key: leaf.bytes.data for (file, key), leaf in self._leaves.items() if file},
         )
 
 
-class _Piece(NamedTuple):
-    """Blocks of one chunk of a segment that are needed: for each leaf some of them."""
-
-    source: Source
-    segment: Segment
-    start: int
-    stop: int
-    #: Positions in the segment, the leaf's blocks that stand there, and the leaf.
-    parts: Sequence[tuple[slice, np.ndarray, _Leaf]]
-
-    def run(self) -> None:
-        """Reads, decodes and applies them.
-
-        Raises:
-          Damaged: they are missing or altered.
-        """
-        # What older saves say of blocks that a newer one completes is no number.
-        with np.errstate(all="ignore"):
-            self._run()
-
-    def _run(self) -> None:
-        source, segment = self.source, self.segment
-        entries = {entry.name: entry for entry in segment.arrays}
-        if segment.group == PLAIN:
-            [entry] = segment.arrays
-            data = source.read(segment, entry, self.start, self.stop)
-            for at, _, leaf in self.parts:
-                leaf.data[:] = data[at.start - self.start : at.stop - self.start]
-            return
-        codec, dtype = _codec_of(segment, source.name), dtype_of(segment.group)
-        found: dict[str, np.ndarray] = {}
-        stored = codec.stored(dtype)
-        ragged = any(array.ragged for array in stored.values())
-        for suffix in stored:
-            name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
-            entry = _entry(entries, name, stored[suffix], segment, source.name)
-            whole = (0, entry.shape[0]) if ragged else (self.start, self.stop)
-            found[suffix] = source.read(segment, entry, *whole)
-        first = 0 if ragged else self.start
-        ends = np.cumsum(found["count"], dtype=np.int64) if ragged else None
-        for at, numbers, leaf in self.parts:
-            arrays = {}
-            for suffix, array in stored.items():
-                low, high = at.start - first, at.stop - first
-                if array.ragged:
-                    assert ends is not None
-                    low = int(ends[low - 1]) if low else 0
-                    high = int(ends[high - 1]) if high else 0
-                arrays[suffix] = found[suffix][low:high]
-            try:
-                _decode(codec, arrays, numbers, leaf)
-            except ValueError as error:
-                shown = f"{source.name}, {segment.name}"
-                raise Damaged(shown, "codes of its blocks", str(error)) from error
-
-
-def _decode(
-    codec: of_blocks.BlockCodec,
-    arrays: Mapping[str, np.ndarray],
-    numbers: np.ndarray,
-    leaf: _Leaf,
-) -> None:
-    first, last = int(numbers[0]), int(numbers[-1]) + 1
-    if last - first == len(numbers):
-        out = leaf.data[first:last]
-        codec.decode(arrays, out if codec.relative else None, out)
-        return
-    out = np.empty((len(numbers), BLOCK), leaf.data.dtype)
-    codec.decode(arrays, leaf.data[numbers] if codec.relative else None, out)
-    leaf.data[numbers] = out
-
-
-def _pieces(source: Source, filling: Filling) -> Iterator[_Piece]:
-    """What is needed of a source; what it completes is not missing any longer."""
+def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
+    """Adds what is needed of a source; what it completes is not missing any longer."""
     wanted = {
         value: leaf
         for value in source.record.values
         if (leaf := filling.leaf(value, source.name)) is not None
     }
-    done: list[tuple[_Leaf, np.ndarray | slice]] = []
+    done: list[tuple[Leaf, np.ndarray | slice]] = []
     for segment in source.record.segments:
         if segment.group == PLAIN:
-            parts = [
-                (slice(value.at, value.at + value.count), np.empty(0, np.int64), leaf)
-                for value, leaf in wanted.items()
-                if value.plain and value.at is not None
-            ]
-            if parts:
-                total = segment.count
-                if any(part.stop > total for part, _, _ in parts):
-                    raise Damaged(source.name, "plain values within their bytes", f"{total}")
-                yield _Piece(source, segment, 0, total, parts)
-                done += [(leaf, slice(0, 1)) for _, _, leaf in parts]
+            found = _fill_plain(source, segment, wanted)
+            done += ((leaf, slice(0, 1)) for leaf in found)
             continue
-        codec = _codec_of(segment, source.name)
-        rows = _rows_of(source, segment)
+        of_group = [(v, leaf) for v, leaf in wanted.items() if v.group == segment.group]
+        rows = _rows_of(source, segment) if of_group else range(0)
         parts = []
-        for value, leaf in wanted.items():
-            if value.group != segment.group or value.at is None:
-                continue
+        for value, leaf in of_group:
+            assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
             numbers = np.asarray(rows[at]) - value.at
             if len(numbers) and leaf.missing[numbers].any():
                 parts.append((at, numbers, leaf))
-                if not codec.relative:
-                    done.append((leaf, numbers))
-        yield from _by_chunk(source, segment, codec, parts)
+        if not parts:
+            continue
+        for start, stop, chunk in dense_work.chunks_of(source, segment):
+            for at, numbers, leaf in parts:
+                low, high = max(at.start, start), min(at.stop, stop)
+                if low >= high:
+                    continue
+                some = numbers[low - at.start : high - at.start]
+                lanes.add(leaf, chunk, slice(low, high), some)
+                if not chunk.codec.relative:
+                    done.append((leaf, some))
     # Segments of one save hold different blocks.
     for leaf, numbers in done:
         leaf.missing[numbers] = False
 
 
-def _by_chunk(
-    source: Source,
-    segment: Segment,
-    codec: of_blocks.BlockCodec,
-    parts: Sequence[tuple[slice, np.ndarray, _Leaf]],
-) -> Iterator[_Piece]:
-    if not parts:
+def _fill_plain(
+    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf]
+) -> Iterator[Leaf]:
+    """Fills plain values, all of which the newest save that has them completes."""
+    values = [(value, leaf) for value, leaf in wanted.items() if value.plain]
+    if all(value.at is None for value, _ in values):
         return
-    stored = codec.stored(dtype_of(segment.group))
-    if any(array.ragged for array in stored.values()):
-        yield _Piece(source, segment, 0, segment.count, parts)
-        return
-    chunk_rows = max(1, min(entry.chunk_rows for entry in segment.arrays if entry.name == BLOCKS))
-    for start in range(0, segment.count, chunk_rows):
-        stop = min(segment.count, start + chunk_rows)
-        cut = []
-        for at, numbers, leaf in parts:
-            low, high = max(at.start, start), min(at.stop, stop)
-            if low < high:
-                cut.append((slice(low, high), numbers[low - at.start : high - at.start], leaf))
-        if cut:
-            yield _Piece(source, segment, start, stop, cut)
+    [entry] = segment.arrays
+    data = source.read(segment, entry, 0, segment.count)
+    for value, leaf in values:
+        if value.at is None:
+            continue
+        if value.at + value.count > len(data):
+            raise Damaged(source.name, "plain values within their bytes", f"{len(data)}")
+        leaf.data[:] = data[value.at : value.at + value.count]
+        yield leaf
 
 
 def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
@@ -432,29 +304,3 @@ def _rows_of(source: Source, segment: Segment) -> blocks.Rows:
     if len(rows) != segment.count:
         raise Damaged(source.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
     return rows
-
-
-def _codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
-    used = [encoding.codec for encoding in segment.encodings if encoding.field == BLOCKS]
-    try:
-        [codec] = used
-        return of_blocks.get(codec)
-    except (ValueError, OptionError) as error:
-        raise Damaged(name, f"a codec of {segment.name}", f"{used}") from error
-
-
-def _entry(
-    entries: Mapping[str, ArrayEntry],
-    name: str,
-    array: of_blocks.BlockArray,
-    segment: Segment,
-    shown: str,
-) -> ArrayEntry:
-    found = entries.get(name)
-    expected = f"{array.dtype.name} array {name} of {segment.name}"
-    if found is None:
-        raise Damaged(shown, expected, "none")
-    count = found.shape[0] if array.ragged else segment.count
-    if found.shape != (count, *array.trailing) or found.dtype != array.dtype.name:
-        raise Damaged(shown, expected, f"{found.dtype}{list(found.shape)}")
-    return found

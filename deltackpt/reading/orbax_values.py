@@ -1,109 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense item of a base, as Orbax laid it out: values of its database and files, verified.
 
-Orbax's data carries no checksum: before the first value is read, the files of the item are checked
-against the digests of the step.
+Orbax's data carries no checksum: the digests of the step cover it. Every file that a value is taken
+from is read once, as a whole: the wanted bytes into their final place, the others past it, all of
+them compared with the file's digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import concurrent.futures
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-import tensorstore as ts
+import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
 from deltackpt.reading.saves import StoredSave, check_dense
-from deltackpt.storage import digests
+from deltackpt.resources import memory, pages
+from deltackpt.storage import digests, ocdbt_index
+from deltackpt.storage.crc import crc32c, joined
+from deltackpt.storage.digests import TAIL_BYTES, Digest
 from deltackpt.storage.kv_store import reachable
+from deltackpt.storage.ocdbt import ZARRAY
+from deltackpt.storage.ocdbt_index import Extent, Index
 from deltackpt.storage.store import Spot
 
-#: Values that are asked for at once.
-_AT_ONCE = 64
+#: Files of the item that the database consists of begin so.
+_OF_DATABASE = ("d/", names.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
+#: What one call reads.
+_PIECE_BYTES = 8 << 20
+_READERS = 3
+
+#: A value of the item: whether it is a file, and its key.
+Key = tuple[bool, str]
 
 
 class OrbaxValues:
     """Values and files of an item."""
 
-    def __init__(self, step_dir: Spot, item_dir: Spot, *, checked: bool):
+    def __init__(self, item_dir: Spot, expected: Callable[[], Mapping[str, Digest]] | None):
         """Reads nothing yet.
 
         Args:
-          step_dir: whose digests cover the item.
           item_dir: of the item.
-          checked: whether there are digests.
+          expected: digests of its files, by their paths below it; None where nothing covers them.
         """
-        self._step_dir = step_dir
         self._item_dir = item_dir
-        self._checked = not checked
-        self._opened: Any = None
+        self._read_digests = expected
+        self._sound: set[str] = set()
 
     @property
     def name(self) -> str:
         """How errors name it."""
         return self._item_dir.shown(2)
 
-    def keys(self) -> list[tuple[bool, str]]:
+    def keys(self) -> list[Key]:
         """All keys of the database, and the files beside it."""
-        found = [(False, key.decode()) for key in self._store().list().result()]
-        return [*((True, name) for name in self._files()), *found]
+        values = self._index.values
+        return [*((True, name) for name in self._files), *((False, key) for key in values)]
 
-    def read(self, keys: Sequence[tuple[bool, str]]) -> Mapping[tuple[bool, str], memoryview]:
-        """The values of some keys; those that there are.
+    def read(self, keys: Collection[Key]) -> dict[Key, memoryview]:
+        """The values of some keys, in memory of their own; those that there are.
 
         Raises:
-          Damaged: a file of the item is missing or altered.
+          Damaged: as ``fill``.
         """
-        self._check()
-        found: dict[tuple[bool, str], memoryview] = {}
-        present = set(self._files())
+        into: dict[Key, np.ndarray] = {}
+        found: dict[Key, memoryview] = {}
+        present = set(self._files)
         for file, key in keys:
             if file and key in present:
-                found[True, key] = memoryview((self._item_dir / key).read())
-        wanted = [key for file, key in keys if not file]
-        for start in range(0, len(wanted), _AT_ONCE):
-            some = wanted[start : start + _AT_ONCE]
-            reads = [self._store().read(key) for key in some]
-            for key, pending in zip(some, reads, strict=True):
-                try:
-                    value = pending.result()
-                except (ValueError, OSError) as error:
-                    raise Damaged(self.name, f"a value of {key}", str(error)) from error
-                if value.state == "value":
-                    found[False, key] = memoryview(value.value)
-        return found
+                found[True, key] = self._file(key)
+            elif not file and (value := self._index.values.get(key)) is not None:
+                into[False, key] = memory.empty_buffer((value.nbytes,), np.dtype(np.uint8))
+        self.fill(into)
+        return found | {key: data.data for key, data in into.items()}
 
+    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+        """Reads values to where they are wanted, and verifies all that they depend on.
+
+        The descriptions of arrays alone, which stand in the database's nodes, come with no more
+        than the checksums of these: to plan by. What is then read is verified with the nodes.
+
+        Args:
+          into: (bytes,) uint8, of each value that is wanted.
+
+        Raises:
+          Damaged: a value is missing, or of another length; a file is missing or altered.
+        """
+        placed: dict[str, list[tuple[Extent, np.ndarray]]] = {}
+        for (file, key), out in into.items():
+            value = self._file(key) if file else self._index.values.get(key)
+            if isinstance(value, Extent):
+                placed.setdefault(value.file, []).append((value, out))
+            if value is None or value.nbytes != len(out):
+                have = "none" if value is None else value.nbytes
+                raise self._damage(f"{len(out)} bytes of {key}", have)
+            if not isinstance(value, Extent):
+                out[:] = np.frombuffer(value, np.uint8)
+        if all(file or key.endswith(f"/{ZARRAY}") for file, key in into):
+            return
+        checked = self._expected is not None
+        files = placed.keys() | (self._index.nodes - self._sound if checked else set())
+        readers = [self._reader(file, placed.get(file, [])) for file in sorted(files)]
+        work = [(reader, piece) for reader in readers for piece in reader.pieces]
+        with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
+            sums = iter(pool.map(lambda one: one[0].read(one[1]), work))
+            for reader in readers:
+                reader.check([next(sums) for _ in reader.pieces])
+        self._sound |= files
+
+    def _reader(self, file: str, values: Sequence[tuple[Extent, np.ndarray]]) -> _FileReader:
+        shown = f"{self.name}/{file}"
+        expected = None
+        if self._expected is not None and file not in self._sound:
+            expected = self._expected.get(file)
+            if expected is None:
+                raise Damaged(shown, "a file that the digests name", "one that they do not")
+            with (self._item_dir / file).missing_is_damage(shown):
+                length = (self._item_dir / file).length(shown)
+            if length != expected.length:
+                raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
+        return _FileReader(self._item_dir / file, shown, expected, values)
+
+    @functools.cached_property
+    def _expected(self) -> Mapping[str, Digest] | None:
+        return None if self._read_digests is None else self._read_digests()
+
+    @functools.cached_property
     def _files(self) -> list[str]:
         """Files beside the database."""
-        return [
-            name
-            for name in self._item_dir.keys()
-            if not (name.startswith(("d/", "ocdbt.process_", "nodes/")) or name == "manifest.ocdbt")
-        ]
+        found = self._item_dir.keys() if self._expected is None else self._expected
+        return [name for name in found if not name.startswith(_OF_DATABASE)]
 
-    def _check(self) -> None:
-        if self._checked:
+    def _file(self, name: str) -> memoryview:
+        """The bytes of a file beside the database."""
+        shown = f"{self.name}/{name}"
+        data = (self._item_dir / name).read(shown)
+        if self._expected is not None:
+            digests.check_bytes(data, self._expected[name], shown)
+        return memoryview(data)
+
+    @functools.cached_property
+    def _index(self) -> Index:
+        try:
+            return ocdbt_index.index(reachable(self._item_dir))
+        except (ValueError, OSError, LookupError) as error:
+            raise self._damage("a database of dense leaves", str(error)) from error
+
+    def _damage(self, expected: str, found: object) -> Damaged:
+        """What is wrong with the item: with one of its files where the digests know that."""
+        known = digests.check_files(self._item_dir, self._expected or {}, shown=self.name)
+        return known[0] if known else Damaged(self.name, expected, f"{found}")
+
+
+class _Piece(NamedTuple):
+    """Bytes of a file that are read at once; ``out`` is None where nobody wants them."""
+
+    start: int
+    stop: int
+    out: np.ndarray | None
+
+
+class _FileReader:
+    """Reads what is wanted of a file; of one that has a digest all that is in it."""
+
+    def __init__(
+        self,
+        at: Spot,
+        shown: str,
+        expected: Digest | None,
+        values: Sequence[tuple[Extent, np.ndarray]],
+    ):
+        """Reads nothing yet."""
+        self._at = at
+        self._shown = shown
+        self._expected = expected
+        self._body = 0 if expected is None else max(0, expected.length - TAIL_BYTES)
+        self.pieces = [*self._pieces(values)]
+
+    def read(self, piece: _Piece) -> tuple[int, bytes]:
+        """Reads a piece.
+
+        Returns:
+          The CRC32C of its bytes; and those themselves where they belong to the file's tail.
+        """
+        out = piece.out
+        if out is None:
+            out = np.empty(piece.stop - piece.start, np.uint8)
+        pages.populate(out)
+        with self._at.missing_is_damage(self._shown):
+            self._at.store.read_into(self._at.key, piece.start, [out.data])
+        if self._expected is None:
+            return 0, b""
+        return crc32c(out), out.tobytes() if piece.start >= self._body else b""
+
+    def check(self, sums: Sequence[tuple[int, bytes]]) -> None:
+        """Compares what was read with the digest.
+
+        Args:
+          sums: what ``read`` returned of each piece.
+
+        Raises:
+          Damaged: it is another file.
+        """
+        if self._expected is None:
             return
-        prefix = f"{self._item_dir.below(self._step_dir)}/"
-        damage = digests.check_step_files(
-            self._step_dir, wanted=lambda name: name.startswith(prefix)
-        )
-        if damage:
-            raise damage[0]
-        self._checked = True
+        crc, tail = 0, b""
+        for piece, (found, ending) in zip(self.pieces, sums, strict=True):
+            if piece.stop <= self._body:
+                crc = joined(crc, found, piece.stop - piece.start)
+            tail += ending
+        wanted = self._expected
+        if (crc, int.from_bytes(tail, "little")) != (wanted.crc32c, wanted.tail):
+            raise Damaged(
+                self._shown,
+                f"crc32c {wanted.crc32c:08x}, tail {wanted.tail:08x}",
+                f"crc32c {crc:08x}, tail {int.from_bytes(tail, 'little'):08x}",
+            )
 
-    def _store(self) -> Any:
-        if self._opened is None:
-            found = reachable(self._item_dir)
-            base = dict(found.spec)
-            base["path"] = f"{base.get('path', '').rstrip('/')}/" if base.get("path") else ""
-            spec = {"driver": "ocdbt", "base": base}
-            try:
-                self._opened = ts.KvStore.open(spec, context=found.context).result()
-            except (ValueError, OSError) as error:
-                raise Damaged(self.name, "a database of dense leaves", str(error)) from error
-        return self._opened
+    def _pieces(self, values: Sequence[tuple[Extent, np.ndarray]]) -> Iterator[_Piece]:
+        """All of the file in order where it has a digest, else the values."""
+        at = 0
+        for value, out in sorted(values, key=lambda one: one[0].start):
+            stop = value.start + value.nbytes
+            if self._expected is not None:
+                if not at <= value.start <= stop <= self._expected.length:
+                    found = f"bytes {value.start} to {stop} of {self._expected.length}"
+                    raise Damaged(self._shown, f"a value behind {at}", found)
+                yield from self._cut(at, value.start, None)
+            yield from self._cut(value.start, stop, out)
+            at = stop
+        if self._expected is not None:
+            yield from self._cut(at, self._expected.length, None)
+
+    def _cut(self, start: int, stop: int, out: np.ndarray | None) -> Iterator[_Piece]:
+        first = start
+        while start < stop:
+            end = min(stop, start + _PIECE_BYTES)
+            if start < self._body:
+                end = min(end, self._body)
+            yield _Piece(start, end, None if out is None else out[start - first : end - first])
+            start = end
 
 
 def of_save(save: StoredSave) -> OrbaxValues:
@@ -114,7 +254,19 @@ def of_save(save: StoredSave) -> OrbaxValues:
     """
     beside = save.item_dir.parent / names.DENSE_ITEM
     if save.compacted and beside.is_dir():
-        return OrbaxValues(save.item_dir.parent, beside, checked=True)
+        return OrbaxValues(beside, functools.partial(_digests_of, save.item_dir.parent))
     check_dense(save)
-    checked = "step" in save.head.digests
-    return OrbaxValues(save.step_dir, save.step_dir / names.DENSE_ITEM, checked=checked)
+    covered = "step" in save.head.digests
+    expected = functools.partial(_digests_of, save.step_dir) if covered else None
+    return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)
+
+
+def _digests_of(step_dir: Spot) -> Mapping[str, Digest]:
+    """Digests of the item's files in a step."""
+    prefix = f"{names.DENSE_ITEM}/"
+    found = digests.of_step(lambda name: (step_dir / name).read(), step_dir.name)
+    return {
+        name.removeprefix(prefix): digest
+        for name, digest in found.items()
+        if name.startswith(prefix)
+    }

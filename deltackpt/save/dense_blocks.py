@@ -2,17 +2,15 @@
 """Dense leaves as blocks: copied when a save is taken, encoded against those of its parent.
 
 A base keeps them in Orbax's layout, exact; a delta as blocks of our item. What they decode to is
-kept in host memory as the *reference* of later saves, under the id of the save that holds it, until
-no delta can be taken against that save any more. A reference counts once its save is committed; a
-delta whose parent has none holds whole leaves.
+the *reference* of the next delta: see ``dense_references``. A delta whose parent has none holds
+whole leaves.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +26,13 @@ from deltackpt.format.dense_blocks import (
     BlockedValue,
     DenseBlocks,
 )
-from deltackpt.format.manifest import ArrayEntry, DenseLeaf, SaveId, path_name
+from deltackpt.format.manifest import ArrayEntry, DenseLeaf, RollingShare, SaveId, path_name
 from deltackpt.format.segments import Segment
-from deltackpt.resources.staging import Staging
-from deltackpt.save import block_codes, dense_layout, extract
+from deltackpt.save import block_codes, dense_layout, extract, leaf_parts
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.dense_layout import Chunk
+from deltackpt.save.dense_references import Decoded, Hashes, Key, Left, References
 from deltackpt.storage import arrays, parts
 from deltackpt.storage.ocdbt import ZARRAY, Value
 from deltackpt.storage.parts import Place, StoredArrays
@@ -55,12 +53,6 @@ class Coding(NamedTuple):
     max_error: float | None = None
 
 
-#: A value of the dense item: whether it is a file, and its key.
-Key = tuple[bool, str]
-#: What values decode to: leaves as (blocks, 256) of their dtype, plain ones as (n,) uint8.
-Decoded = Mapping[Key, np.ndarray]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class TakenValue:
     """A value of the dense item in memory of its own.
@@ -72,6 +64,7 @@ class TakenValue:
       count: numbers of the leaf; of a plain value its bytes.
       shape: of the chunk; None of a plain value that is no array.
       coding: how it is kept.
+      leaf: path of the leaf that it is of; empty where it is of none.
     """
 
     key: str
@@ -81,6 +74,7 @@ class TakenValue:
     shape: tuple[int, ...] | None
     dtype: np.dtype
     coding: Coding
+    leaf: str = ""
 
     @property
     def plain(self) -> bool:
@@ -113,28 +107,53 @@ class TakenDense:
 
     def as_item(self, save_id: SaveId) -> DenseLeaves:
         """The item of a base in Orbax's layout; its leaves are references from its commit on."""
-        self._keeper.stage(save_id, {(v.file, v.key): v.data for v in self.values})
+        references = self._keeper.references
+        decoded = {(value.file, value.key): value.data for value in self.values}
+        references.stage(save_id, Left(decoded, self._counts()))
         values = [
             Value(value.key, bytes(value.data) if value.shape is None else value.array)
             for value in self.values
             if not value.file
         ]
-        return DenseLeaves(self.plan, values, self._keeper.staging, [])
+        return DenseLeaves(self.plan, values, references.staging, [])
 
     def coded(
-        self, parent: SaveId | None, save_id: SaveId, pool: concurrent.futures.Executor
+        self,
+        parent: SaveId | None,
+        save_id: SaveId,
+        pool: concurrent.futures.Executor,
+        *,
+        rolling: RollingShare | None = None,
     ) -> CodedDense:
-        """The values of a delta, encoded against those of its parent."""
-        keeper = self._keeper
-        found = encode(self.values, keeper.of(parent), pool, skip_unchanged=keeper.skip_unchanged)
+        """The values of a delta, encoded against those of its parent.
+
+        Args:
+          parent: of the delta.
+          save_id: of the delta.
+          pool: encodes.
+          rolling: the share that it holds of a rolling base.
+        """
+        references, counts = self._keeper.references, self._counts()
+        left = references.of(parent).of(counts)
+        found = encode(
+            self.values,
+            left.data,
+            pool,
+            skip_unchanged=self._keeper.skip_unchanged,
+            hashes=left.hashes,
+            rolling=rolling,
+        )
         decoded = {(one.taken.file, one.taken.key): one.decoded for one in found}
-        keeper.stage(save_id, decoded)
-        keeper.done_with(value.data for value in self.values)
+        references.stage(save_id, Left(decoded, counts))
+        self.release()
         return CodedDense(found)
 
     def release(self) -> None:
         """Gives up what no save holds; safe to call again."""
-        self._keeper.done_with(value.data for value in self.values)
+        self._keeper.references.done_with(value.data for value in self.values)
+
+    def _counts(self) -> dict[Key, int]:
+        return {(value.file, value.key): value.count for value in self.values}
 
 
 class CodedValue(NamedTuple):
@@ -159,6 +178,8 @@ def encode(
     pool: concurrent.futures.Executor,
     *,
     skip_unchanged: bool = True,
+    hashes: Mapping[Key, Hashes] | None = None,
+    rolling: RollingShare | None = None,
 ) -> list[CodedValue]:
     """Encodes values against what they were, by what each is kept by.
 
@@ -167,10 +188,13 @@ def encode(
       before: what those of the parent decode to; values that are not there are whole.
       pool: encodes.
       skip_unchanged: whether what did not change is left out.
+      hashes: of leaves of the parent that are not there.
+      rolling: the share that a save of a rolling base holds by itself.
     """
     found = []
     for value in values:
-        reference = before.get((value.file, value.key))
+        key = value.file, value.key
+        reference = before.get(key)
         if reference is not None and (
             reference.shape != value.data.shape or reference.dtype != value.data.dtype
         ):
@@ -179,18 +203,36 @@ def encode(
             same = (
                 skip_unchanged and reference is not None and bool((reference == value.data).all())
             )
-            found.append(CodedValue(value, None, value.data, not same))
+            shared = rolling is not None and bool(leaf_parts.share_of(1, rolling, value.key))
+            found.append(CodedValue(value, None, value.data, not same or shared))
             continue
-        leaf = block_codes.encode_leaf(
-            value.data,
-            reference,
-            value.coding.codec,
-            value.coding.max_error,
-            pool,
-            skip_unchanged=skip_unchanged,
-        )
+        hashed = None if hashes is None or rolling is not None else hashes.get(key)
+        leaf = _encoded(value, reference, hashed, rolling, pool, skip_unchanged)
         found.append(CodedValue(value, leaf, leaf.decoded, bool(leaf.pieces)))
     return found
+
+
+def _encoded(
+    value: TakenValue,
+    reference: np.ndarray | None,
+    hashed: Hashes | None,
+    rolling: RollingShare | None,
+    pool: concurrent.futures.Executor,
+    skip_unchanged: bool,
+) -> CodedLeaf:
+    data, (codec, max_error) = value.data, value.coding
+    parts = None
+    if reference is not None and rolling is not None:
+        parts = leaf_parts.with_share(data, reference, rolling, value.key)
+    elif reference is None and hashed is not None:
+        parts = leaf_parts.by_hashes(data, hashed)
+    if parts is None:
+        return block_codes.encode_leaf(
+            data, reference, codec, max_error, pool, skip_unchanged=skip_unchanged
+        )
+    return leaf_parts.encode_parts(
+        data, parts, codec, max_error, pool, skip_unchanged=skip_unchanged
+    )
 
 
 class CodedDense:
@@ -348,12 +390,8 @@ class DenseKeeper:
           skip_unchanged: whether what did not change is left out of deltas.
         """
         self.skip_unchanged = skip_unchanged
-        self.staging = Staging(max(1, 2 * max_reference_bytes))
+        self.references = References(max_reference_bytes, hashed=skip_unchanged)
         self._coding_of = coding_of
-        self._most_bytes = max_reference_bytes
-        self._lock = threading.Lock()
-        self._kept: dict[SaveId, Decoded] = {}
-        self._lent: dict[int, np.ndarray] = {}
 
     def take(self, tree: Any, leaves: Sequence[DenseLeaf], process: int) -> TakenDense:
         """Copies what this process has of the dense leaves; waits for accelerators.
@@ -370,14 +408,14 @@ class DenseKeeper:
         for chunk in plan.chunks:
             if not extract.on_host(chunk.source):
                 chunk.source.copy_to_host_async()
-        codings = self._codings_of(leaves, plan)
+        named = self._named(leaves, plan)
         values = [_plain(name, text.encode(), file=True) for name, text in plan.files.items()]
         values += [_plain(key, data) for key, data in plan.described.items()]
         try:
             for chunk in plan.chunks:
-                values.append(self._copied(chunk, codings))
+                values.append(self._copied(chunk, named))
         except BaseException:
-            self.done_with(value.data for value in values)
+            self.references.done_with(value.data for value in values)
             raise
         return TakenDense(values, plan, self)
 
@@ -408,103 +446,49 @@ class DenseKeeper:
             for key, data in dense_layout.described(tree).items()
             if described.get(key) != data
         }
-        self.stage(
-            save_id,
-            {
-                (False, value.key): value.data
-                for value in taken.values
-                if value.shape is not None and value.key.rpartition("/")[0] not in changed
-            },
+        kept = [
+            value
+            for value in taken.values
+            if value.shape is not None and value.key.rpartition("/")[0] not in changed
+        ]
+        left = Left(
+            {(False, value.key): value.data for value in kept},
+            {(False, value.key): value.count for value in kept},
         )
-        self.committed(save_id, ())
+        self.references.stage(save_id, left)
+        self.references.committed(save_id, save_id)
         taken.release()
 
-    def of(self, save_id: SaveId | None) -> Decoded:
-        """The references that a save left; none where it did not, or nothing is known of them."""
-        with self._lock:
-            return {} if save_id is None else self._kept.get(save_id, {})
-
-    def stage(self, save_id: SaveId, found: Decoded) -> None:
-        """Keeps what the values of a save decode to, which is not committed yet."""
-        with self._lock:
-            self._kept[save_id] = found
-
-    def committed(self, save_id: SaveId, parents: Collection[SaveId]) -> None:
-        """Drops what no delta can be taken against, now that a save stands.
-
-        Args:
-          save_id: of the save.
-          parents: other saves that deltas may be taken against.
-        """
-        with self._lock:
-            dropped = [self._kept.pop(other) for other in self._kept.keys() - {save_id, *parents}]
-            # The newest are worth most.
-            while len(self._kept) > 1 and self._kept_bytes() > self._most_bytes:
-                oldest = next(other for other in self._kept if other != save_id)
-                dropped.append(self._kept.pop(oldest))
-            if save_id in self._kept and self._kept_bytes() > self._most_bytes:
-                dropped.append(self._kept[save_id])
-                self._kept[save_id] = self._first(self._kept[save_id])
-        self.done_with(data for one in dropped for data in one.values())
-
-    def failed(self, save_id: SaveId) -> None:
-        """Drops what a save has staged that will never stand."""
-        with self._lock:
-            dropped = self._kept.pop(save_id, {})
-        self.done_with(dropped.values())
-
-    def done_with(self, copies: Iterable[np.ndarray]) -> None:
-        """Gives copies back that are no references of any save."""
-        with self._lock:
-            held = {id(data) for kept in self._kept.values() for data in kept.values()}
-            for at in {id(data) for data in copies} - held:
-                if at in self._lent:
-                    self.staging.give_back(self._lent.pop(at))
-
-    def _first(self, found: Decoded) -> Decoded:
-        """As many of the references as there is room for, in the order of the leaves."""
-        kept, room = {}, self._most_bytes
-        for key, data in found.items():
-            if data.nbytes <= room:
-                kept[key], room = data, room - data.nbytes
-        return kept
-
-    def _kept_bytes(self) -> int:
-        held = {id(data): data.nbytes for kept in self._kept.values() for data in kept.values()}
-        return sum(held.values())
-
-    def _codings_of(
+    def _named(
         self, leaves: Sequence[DenseLeaf], plan: dense_layout.Plan
-    ) -> dict[str, Coding]:
-        """Name in Orbax's database to how the leaf is kept."""
+    ) -> dict[str, tuple[str, Coding]]:
+        """Name in Orbax's database to the path of the leaf, and how it is kept."""
         dtypes_of = {chunk.key.rpartition("/")[0]: chunk.source.dtype for chunk in plan.chunks}
         found = {}
         for leaf in leaves:
             name = ".".join(leaf.key)
             if name in dtypes_of:
-                found[name] = self._coding_of(leaf, dtypes_of[name])
+                found[name] = path_name(leaf.path), self._coding_of(leaf, dtypes_of[name])
         return found
 
-    def _copied(self, chunk: Chunk, codings: Mapping[str, Coding]) -> TakenValue:
+    def _copied(self, chunk: Chunk, named: Mapping[str, tuple[str, Coding]]) -> TakenValue:
         found = np.asarray(chunk.source)[chunk.window]
         name, _, _ = chunk.key.rpartition("/")
-        coding = codings.get(name, Coding())
+        leaf, coding = named.get(name, (name, Coding()))
         if dense_blocks.is_plain(found.nbytes, found.dtype.name) or not found.dtype.isnative:
             data = np.frombuffer(found.tobytes(), np.uint8)
             shape = found.shape
-            return TakenValue(chunk.key, False, data, data.size, shape, found.dtype, coding)
+            return TakenValue(chunk.key, False, data, data.size, shape, found.dtype, coding, leaf)
         count = found.size
         shape = (dense_blocks.blocks_of(count), BLOCK)
         if found.nbytes < _STAGED_BYTES:
             data = np.empty(shape, found.dtype)
         else:
-            data = self.staging.take(shape, found.dtype)
-            with self._lock:
-                self._lent[id(data)] = data
+            data = self.references.buffer(shape, found.dtype)
         flat = data.reshape(-1)
         np.copyto(flat[:count].reshape(found.shape), found)
         flat[count:] = 0
-        return TakenValue(chunk.key, False, data, count, found.shape, found.dtype, coding)
+        return TakenValue(chunk.key, False, data, count, found.shape, found.dtype, coding, leaf)
 
 
 def _plain(key: str, data: bytes, *, file: bool = False) -> TakenValue:

@@ -212,6 +212,7 @@ class PendingSave:
             None if parent is None else parent.save_id,
             self.intent.save_id,
             self._workers.encoders,
+            rolling=self.intent.rolling,
         )
         return coded.write(lambda segment: ArrayPlace(item_dir, process, segment, batch))
 

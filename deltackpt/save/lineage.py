@@ -292,6 +292,21 @@ class Lineage:
             previous = self._branch.previous
             return previous is not None and previous.info.save_id == save_id
 
+    def next_parent(self, save_id: SaveId) -> SaveId:
+        """What the policy would take the next delta against, now that a save stands.
+
+        Args:
+          save_id: of the save; the answer where it is not known to stand, or a base is next.
+        """
+        with self._lock:
+            self._settle()
+            branch = self._branch
+            if branch.previous is None or branch.previous.info.save_id != save_id:
+                return save_id
+            assert branch.anchor is not None
+            parent = self._policy.decide(branch.history).parent
+            return branch.anchor.info.save_id if parent == "base" else save_id
+
     @property
     def policy(self) -> BaseOrDelta:
         """What decides between base and delta."""

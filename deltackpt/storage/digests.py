@@ -34,7 +34,7 @@ _MAGIC = "deltackpt.digests"
 #: Paths whose components are names, as ``soundness.is_name`` has it.
 _INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _READ_BYTES = 4 << 20
-_TAIL_BYTES = 4
+TAIL_BYTES = 4
 #: Of the path of a file below its directory, as an operating system has it.
 _PATH_CHARACTERS = 4096
 _READERS = 2
@@ -136,8 +136,8 @@ def digests_from(data: bytes, *, name: str) -> Digests:
     for path, sums in found.blocks.items():
         if path not in found.files or found.block_bytes < 1:
             raise Damaged(name, "blocks of files that it knows", records.shown(path))
-        nbytes = max(0, found.files[path][0] - _TAIL_BYTES)
-        if len(sums) != (count := -(-nbytes // found.block_bytes)) * _TAIL_BYTES:
+        nbytes = max(0, found.files[path][0] - TAIL_BYTES)
+        if len(sums) != (count := -(-nbytes // found.block_bytes)) * TAIL_BYTES:
             raise Damaged(name, f"checksums of {count} blocks of {path}", f"{len(sums)} bytes")
     return found
 
@@ -267,14 +267,17 @@ def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
       Damaged: they are altered.
     """
 
-    def digests_of(name: str) -> dict[str, Digest]:
-        known = digests_from(read(name), name=f"{shown}/{name}")
+    def digests_of(name: str, wanted: Digest | None = None) -> dict[str, Digest]:
+        data = read(name)
+        if wanted is not None:
+            check_bytes(data, wanted, f"{shown}/{name}")
+        known = digests_from(data, name=f"{shown}/{name}")
         return {path: known.digest(path) for path in known.files}
 
     found = digests_of(names.STEP_DIGESTS)
-    for name in [*found]:
+    for name, digest in [*found.items()]:
         if names.step_digests_process(name) is not None:
-            found |= digests_of(name)
+            found |= digests_of(name, digest)
     return found
 
 
@@ -294,7 +297,7 @@ def digest_file(
     """
     at = spot(path)
     length = at.store.length(at.key)
-    body = max(0, length - _TAIL_BYTES)
+    body = max(0, length - TAIL_BYTES)
     crc, found = 0, []
     buffer = np.empty(min(body, _READ_BYTES), np.uint8)
     tail = bytearray(length - body)
@@ -316,8 +319,8 @@ def digest_file(
 
 def digest_bytes(data: Any) -> Digest:
     """Digest of a file with such contents, a buffer of bytes."""
-    body = np.frombuffer(data, np.uint8)[:-_TAIL_BYTES]
-    return Digest(len(data), crc32c(body), int.from_bytes(data[-_TAIL_BYTES:], "little"))
+    body = np.frombuffer(data, np.uint8)[:-TAIL_BYTES]
+    return Digest(len(data), crc32c(body), int.from_bytes(data[-TAIL_BYTES:], "little"))
 
 
 def check_bytes(data: Any, wanted: Digest, shown: str) -> None:
@@ -353,7 +356,7 @@ class Streamed:
         """Takes the next bytes."""
         self._length += len(data)
         self._crc = crc32c(np.frombuffer(data, np.uint8), self._crc)
-        self._last = (self._last + bytes(data[-_TAIL_BYTES:]))[-_TAIL_BYTES:]
+        self._last = (self._last + bytes(data[-TAIL_BYTES:]))[-TAIL_BYTES:]
 
     def check(self, shown: str, expected: Digest) -> None:
         """Checks that all of them came.

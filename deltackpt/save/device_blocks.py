@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of dense leaves on accelerators: encoded there, so that only codes come to the host.
+
+A leaf that has a code of differences keeps its reference on its device: as many bytes as it has
+itself, twice that while a save is written. The arithmetic is that of readers, bit for bit: the
+product of a code and its scale has no rounding error, so that it does not matter whether the
+compiler fuses it with the sum; and blocks with numbers so small that a device might take them for 0
+are kept as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deltackpt.codecs import of_blocks
+from deltackpt.codecs.of_blocks import Difference
+from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
+from deltackpt.format.dense_blocks import BLOCK, blocks_of
+from deltackpt.save import encode
+from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf
+
+#: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
+_SMALLEST = 2.0**-100
+_SIGN = 0x7FFFFFFF
+
+
+def takes(codec: str, dtype: str) -> bool:
+    """Whether leaves of a dtype are encoded on their device by a codec."""
+    return (
+        codec != of_blocks.EXACT
+        and isinstance(found := of_blocks.get(codec), Difference)
+        and (found.takes(dtype))
+    )
+
+
+def take(source: jax.Array, window: tuple[slice, ...]) -> jax.Array:
+    """A copy of part of an array as blocks, (blocks, 256), on its device.
+
+    It was dispatched before later steps can be: they may donate the array.
+    """
+    return _taken(source, tuple((part.start, part.stop) for part in window))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _taken(source: jax.Array, window: tuple[tuple[int | None, int | None], ...]) -> jax.Array:
+    flat = source[tuple(slice(*part) for part in window)].reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(blocks_of(flat.size), BLOCK)
+
+
+def encode_leaf_there(
+    leaf: jax.Array,
+    reference: jax.Array | None,
+    codec: str,
+    max_error: float | None,
+    pool: Any,
+    *,
+    skip_unchanged: bool = True,
+) -> CodedLeaf:
+    """Encodes what changed of a leaf on its device; see ``block_codes.encode_leaf``.
+
+    Where no code of differences will do, the leaf comes to the host as it is.
+
+    Args:
+      leaf: (blocks, 256), of ``take``.
+      reference: likewise, what the parent decodes to.
+      codec: one that it ``takes``.
+      max_error: most relative l2 error of the leaf; None for any.
+      pool: encodes spans on the host.
+      skip_unchanged: whether blocks that did not change are left out.
+    """
+    asked, reason = codec, ""
+    while takes(codec, leaf.dtype.name) and reference is not None:
+        found = _encoded(codec, leaf, reference, skip_unchanged)
+        if max_error is None or found.error <= max_error:
+            return found._replace(codec=codec, reason=reason if codec != asked else "")
+        reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
+        codec = of_blocks.wider(codec)
+    before = None if reference is None else np.asarray(reference)
+    exact = encode_leaf(
+        np.asarray(leaf), before, of_blocks.EXACT, None, pool, skip_unchanged=skip_unchanged
+    )
+    reason = reason or f"{asked}: no reference"
+    decoded = leaf if exact.pieces or reference is None else reference
+    return exact._replace(decoded=decoded, reason=reason)
+
+
+class _OnDevice(NamedTuple):
+    """What a program makes of a leaf.
+
+    Attributes:
+      arrays: suffix to stored array, first axis n.
+      decoded: (n, 256), blocks that are not held as they are, those that did not change too.
+      changed: (n,) bool.
+      held: (n,) bool.
+      squared_error: (n,) float32.
+      squared_norm: likewise, of the leaf.
+    """
+
+    arrays: dict[str, jax.Array]
+    decoded: jax.Array
+    changed: jax.Array
+    held: jax.Array
+    squared_error: jax.Array
+    squared_norm: jax.Array
+
+
+def _encoded(codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: bool) -> CodedLeaf:
+    code = of_blocks.get(codec)
+    assert isinstance(code, Difference)
+    found = _program(code.code, leaf, reference)
+    small = (found.arrays, found.changed, found.held, found.squared_error, found.squared_norm)
+    for array in jax.tree.leaves(small):
+        array.copy_to_host_async()
+    arrays, changed, held, error, norm = jax.tree.map(np.asarray, small)
+    if not skip_unchanged:
+        changed = np.ones_like(changed)
+    coded, left = np.flatnonzero(changed & held), np.flatnonzero(changed & ~held)
+    stored = code.stored(np.dtype(leaf.dtype))
+    pieces = []
+    if len(coded):
+        chosen = {
+            suffix: np.ascontiguousarray(arrays[suffix][coded]).view(stored[suffix].dtype)
+            for suffix in stored
+        }
+        pieces.append(CodedBlocks(codec, coded, chosen))
+    if len(left):
+        rows = np.asarray(leaf[jnp.asarray(left)])
+        raw = of_blocks.get("raw").stored(rows.dtype)[""]
+        pieces.append(CodedBlocks("raw", left, {"": rows.view(raw.dtype)}))
+    decoded = found.decoded if pieces else reference
+    total = float(error[coded].sum(dtype=np.float64))
+    whole = float(norm[np.isfinite(norm)].sum(dtype=np.float64))
+    relative = math.sqrt(total / whole) if whole > 0 else (math.inf if total > 0 else 0.0)
+    return CodedLeaf(pieces, decoded, codec, "", relative)  # pyright: ignore[reportArgumentType]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _program(code: Uniform, now: jax.Array, before: jax.Array) -> _OnDevice:
+    values, reference = now.astype(jnp.float32), before.astype(jnp.float32)
+    found = encode.encode(code, values - reference)
+    sums = reference + _changes(code, found.arrays)
+    decoded = sums.astype(now.dtype)
+    held = found.held & _large(reference) & jnp.isfinite(decoded).all(axis=1)
+    changed = (_bits(now) != _bits(before)).any(axis=1)
+    coded = (held & changed)[:, None]
+    error = jnp.where(coded, decoded.astype(jnp.float32) - values, 0)
+    return _OnDevice(
+        arrays=dict(found.arrays),
+        decoded=jnp.where(coded, decoded, now),
+        changed=changed,
+        held=held,
+        squared_error=jnp.sum(jnp.square(error), axis=1),
+        squared_norm=jnp.sum(jnp.square(values), axis=1),
+    )
+
+
+def _changes(code: Uniform, arrays: Any) -> jax.Array:
+    """Codes times their scales, (n, 256) float32: without a rounding error."""
+    packed, scale = arrays[""], arrays["scale"]
+    if code.bits == 8:
+        codes = packed
+    else:
+        assert code.bits == 4
+        codes = jnp.concatenate([packed & 15, packed >> 4], axis=1)
+    return (codes.astype(jnp.float32) - code.middle) * _scales(scale)[:, None]
+
+
+def _scales(patterns: jax.Array) -> jax.Array:
+    """Scales as float32, by integers alone: see ``Uniform``."""
+    brain = (patterns & BFLOAT16_FLAG) != 0
+    wide = patterns.astype(jnp.uint32)
+    of_brain = lax.bitcast_convert_type((wide & 0x7FFF) << 16, jnp.float32)
+    # A float16 that is a scale is normal, or 0.
+    normal = lax.bitcast_convert_type((wide << 13) + jnp.uint32(112 << 23), jnp.float32)
+    small = wide.astype(jnp.float32) * 2.0**-24
+    of_half = jnp.where(wide < 1 << 10, small, normal)
+    return jnp.where(brain, of_brain, of_half)
+
+
+def _large(values: jax.Array) -> jax.Array:
+    """Whether all numbers of a block are 0, or so large that sums with them are no subnormals."""
+    patterns = lax.bitcast_convert_type(values, jnp.int32) & _SIGN
+    least = int(np.float32(_SMALLEST).view(np.int32))
+    return ((patterns == 0) | (patterns >= least)).all(axis=1)
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(values, jnp.dtype(f"u{values.dtype.itemsize}"))

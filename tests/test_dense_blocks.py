@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves as blocks of deltas: whatever a run does, a step restores to what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dense_states
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import model
+import numpy as np
+import pytest
+from dense_states import LOSSY, Encoded, Loop, assert_exact, changed_bytes, opened, own, stored
+
+import deltackpt
+from deltackpt.errors import OptionError, SaveFailed
+from deltackpt.reading import saves
+from deltackpt.save import leaf_parts
+from deltackpt.save.dense_references import HASHED_BYTES, Hashes
+
+EXACT = deltackpt.Dense(deltas="own")
+CODED = deltackpt.Dense(deltas="own", codec=LOSSY)
+POLICIES = {
+    "consecutive": deltackpt.Consecutive(max_chain=4),
+    "one-shot": deltackpt.OneShot(max_chain=4),
+    "intermittent": deltackpt.Intermittent(max_chain=8),
+    "rolling": deltackpt.Rolling(window=3),
+}
+STEPS = range(1, 9)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_step_restores_bit_for_bit(tmp_path, policy):
+    loop = Loop()
+    with opened(tmp_path, policy=POLICIES[policy]) as saver:
+        kinds = loop.steps(saver, *STEPS)
+        assert kinds[0] == "base" and "delta" in kinds
+        for step, kind in zip(STEPS, kinds, strict=True):
+            assert own(tmp_path, step) == (kind == "delta")
+        assert_exact(saver, loop.states)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lossy_steps_restore_to_what_their_encoder_said(tmp_path, policy):
+    loop, seen = Loop(), Encoded()
+    with opened(tmp_path, CODED, policy=POLICIES[policy]) as saver, seen.watching():
+        kinds = loop.steps(saver, *STEPS)
+        expected = iter(seen.saves)
+        for step, kind in zip(STEPS, kinds, strict=True):
+            if kind == "delta":
+                assert stored(tmp_path, step) == next(expected)
+            found = saver.restore(step, loop.states[step]).state
+            assert_close(found, loop.states[step], exact=kind == "base")
+        assert next(expected, None) is None
+
+
+def assert_close(found: dict[str, Any], state: dict[str, Any], *, exact: bool = False) -> None:
+    """Only the leaves that a glob names may differ, by little."""
+    lossy = {"nu": found["nu"], "half": found["half"]}
+    kept = {**found, **({} if exact else {name: state[name] for name in lossy})}
+    if not exact:
+        kept["params"] = {**found["params"], **{n: state["params"][n] for n in ("w", "bias")}}
+        for one, other in ((found["params"], state["params"]), (lossy, state)):
+            for name, leaf in one.items():
+                difference = np.asarray(leaf, np.float64) - np.asarray(other[name], np.float64)
+                assert np.linalg.norm(difference) <= 0.05 * np.linalg.norm(
+                    np.asarray(other[name], np.float64)
+                )
+        assert np.array_equal(found["params"]["frozen"], state["params"]["frozen"])
+    model.assert_same(kept, state)
+
+
+def test_a_delta_holds_what_changed_and_little_else(tmp_path):
+    loop = Loop()
+    with opened(tmp_path) as saver:
+        loop.steps(saver, 1, 2)
+        w, nu = (loop.state["params"]["w"].nbytes, loop.state["nu"].nbytes)
+        assert changed_bytes(tmp_path, 2) < 1.25 * (w + nu)
+        loop.save(saver, 3)
+        assert changed_bytes(tmp_path, 3) == 0
+        assert_exact(saver, loop.states)
+    whole = deltackpt.Dense(deltas="own", skip_unchanged=False)
+    with opened(tmp_path, whole) as saver:
+        found = saver.restore_latest(loop.state)
+        again = Loop(found.state, found.touched)
+        again.save(saver, 4)
+        record = saves.read_save(tmp_path / "4").head.dense_blocks
+        held = sum(segment.count for segment in record.segments if segment.group != "plain")
+        assert held == sum(value.blocks for value in record.values)
+        assert_exact(saver, again.states)
+
+
+def test_a_run_that_was_restored_goes_on_from_what_was_read(tmp_path):
+    loop = Loop()
+    with opened(tmp_path, CODED) as saver:
+        loop.steps(saver, 1, 2, 3)
+    with opened(tmp_path, CODED) as saver:
+        found = saver.restore_latest(loop.state)
+        again, seen = Loop(found.state, found.touched), Encoded()
+        with seen.watching():
+            assert again.steps(saver, 4, 5) == ["delta", "delta"]
+        assert [stored(tmp_path, 4), stored(tmp_path, 5)] == seen.saves
+        # What was restored is its reference; descriptions alone are written once more.
+        assert changed_bytes(tmp_path, 4) < 1.2 * changed_bytes(tmp_path, 5)
+
+
+def test_a_rollback_goes_on_from_the_older_step(tmp_path):
+    loop = Loop()
+    with opened(tmp_path, CODED) as saver:
+        loop.steps(saver, 1, 2, 3)
+        found = saver.restore(2, loop.states[2])
+        again, seen = Loop(found.state, found.touched), Encoded()
+        with seen.watching(), pytest.warns(UserWarning, match="moved"):
+            assert again.steps(saver, 3, 4) == ["delta", "delta"]
+        assert saver.all_steps() == [1, 2, 3, 4]
+        assert [stored(tmp_path, 3), stored(tmp_path, 4)] == seen.saves
+
+
+def test_a_restore_that_was_only_looked_at_changes_nothing(tmp_path):
+    loop, seen = Loop(), Encoded()
+    with opened(tmp_path, CODED) as saver, seen.watching():
+        loop.steps(saver, 1, 2, 3)
+        for step in (1, 2):
+            saver.restore(step, loop.states[step])
+        assert loop.steps(saver, 4, 5) == ["delta", "delta"]
+        assert saver.all_steps() == [1, 2, 3, 4, 5]
+        assert [stored(tmp_path, step) for step in (2, 3, 4, 5)] == seen.saves
+
+
+def test_a_restore_without_a_template_finds_the_same(tmp_path):
+    loop = Loop()
+    with opened(tmp_path) as saver:
+        loop.steps(saver, 1, 2)
+        found = saver.restore(2).state
+    assert np.array_equal(found["params"]["w"], loop.state["params"]["w"])
+    assert found["half"].dtype == ml_dtypes.bfloat16
+    assert found["half"].tobytes() == np.asarray(loop.state["half"]).tobytes()
+    assert found["none"] is None
+
+
+def test_parts_of_a_step_are_read_as_of_any_other(tmp_path):
+    loop = Loop()
+    with opened(tmp_path) as saver:
+        loop.steps(saver, 1, 2, 3)
+        some = {"params": {"w": loop.state["params"]["w"]}}
+        found = saver.read_state(3, some).state
+        assert np.array_equal(found["params"]["w"], loop.state["params"]["w"])
+        assert found.keys() == {"params"} and found["params"].keys() == {"w"}
+
+
+# What changes between saves.
+
+
+def reshaped(state: dict[str, Any], step: int) -> dict[str, Any]:
+    """Another structure at each step."""
+    leaves = {
+        2: {"extra": jnp.ones((3000,))},
+        # As many blocks as before, and more numbers; then fewer.
+        3: {"extra": jnp.ones((3010,))},
+        4: {"extra": jnp.ones((2990,))},
+        5: {"extra": jnp.ones((2990,), jnp.bfloat16)},
+        6: {"extra": jnp.ones((10, 299), jnp.float32)},
+        7: {"extra": {"inner": jnp.ones((10, 299))}, "text": "a"},
+        8: {"text": "b", "few": jnp.ones((3,))},
+        9: {"few": jnp.ones((3000,))},
+        10: {"few": jnp.ones((3,))},
+    }
+    return {**state, **leaves.get(step, {})}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_leaves_come_go_and_change(tmp_path, policy):
+    loop = Loop()
+    given: dict[int, dict[str, Any]] = {}
+    with opened(tmp_path, policy=POLICIES[policy]) as saver:
+        for step in range(1, 13):
+            loop.train()
+            given[step] = reshaped(loop.state, step)
+            saver.save(step, given[step], touched=loop.touched)
+            saver.wait()
+        for step, state in given.items():
+            found = saver.restore(step, state).state
+            assert found.pop("text", None) == state.pop("text", None)
+            model.assert_same(found, state)
+
+
+def test_a_grown_leaf_all_of_whose_blocks_but_the_last_are_as_they_were(tmp_path):
+    """Its base has fewer bytes than the delta's value, and cannot fill it."""
+    grown = jnp.arange(3010, dtype=jnp.float32)
+    loop = Loop({**dense_states.initial(), "grows": grown[:3000]})
+    with opened(tmp_path) as saver:
+        loop.save(saver, 1)
+        loop.train()
+        loop.state = {**loop.state, "grows": grown}
+        assert loop.save(saver, 2).kind == "delta"
+        loop.train()
+        loop.save(saver, 3)
+        assert_exact(saver, loop.states)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_orbax_takes_over_what_we_do_not_write(tmp_path, policy):
+    """A leaf of a kind that this writer does not cover, in one delta; then blocks again."""
+    loop = Loop()
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    with opened(tmp_path, policy=POLICIES[policy]) as saver:
+        loop.steps(saver, 1, 2)
+        odd = jax.device_put(jnp.ones(4), pinned)
+        kept = loop.state
+        loop.state = {**kept, "odd": odd}
+        saved = loop.save(saver, 3)
+        loop.state = kept
+        loop.steps(saver, 4, 5, 6, 7, 8)
+        if saved.kind == "delta":
+            assert [own(tmp_path, step) for step in (2, 3, 4)] == [True, False, True]
+        assert_exact(saver, loop.states)
+
+
+def test_leaves_of_every_kind(tmp_path):
+    rng = np.random.default_rng(0)
+    kinds: dict[str, Any] = {
+        "fp8": jnp.asarray(rng.normal(size=9000), jnp.float8_e4m3fn),
+        "int4": jnp.asarray(rng.integers(-8, 8, 9000), jnp.int4),
+        "float16": jnp.asarray(rng.normal(size=9000), jnp.float16),
+        "double": rng.normal(size=4000),
+        "sliced": np.arange(20000, dtype=np.float32)[::2],
+        "fortran": np.asfortranarray(rng.normal(size=(70, 90)).astype("f4")),
+        "empty": jnp.zeros((0, 4)),
+        "keys": jax.random.split(jax.random.key(3), 3000),
+        "nothing": {},
+        "number": 3,
+        "real": 0.5,
+        "flag": True,
+        "text": "text",
+        "scalar": np.float32(3),
+        "wide": np.int64(1) << 40,
+        "none": None,
+        "nans": jnp.asarray([np.nan, np.inf, -0.0, 0.0] * 1000, jnp.float32),
+    }
+    loop = Loop({**dense_states.initial(), **kinds})
+    with opened(tmp_path) as saver:
+        loop.steps(saver, 1, 2)
+        loop.state = {**loop.state, "number": 1 << 40, "text": "other", "real": 0.25}
+        loop.state["fp8"] = loop.state["fp8"].at[77].set(3)
+        loop.state["nans"] = loop.state["nans"].at[2].set(0.0)
+        loop.state["sliced"] = np.arange(20000, dtype=np.float32)[1::2]
+        loop.steps(saver, 3, 4)
+        assert [own(tmp_path, step) for step in (2, 3, 4)] == [True] * 3
+        for step, state in loop.states.items():
+            assert_equal(saver.restore(step, state).state, state)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Bit for bit, numbers of Python too."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(right, jax.Array) and jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
+            left, right = jax.random.key_data(left), jax.random.key_data(right)
+        if isinstance(right, str):
+            assert left == right
+        else:
+            assert type(left) is type(right)
+            # In one order of bytes.
+            left, right = np.asarray(left), np.asarray(right)
+            right = right.astype(right.dtype.newbyteorder("="))
+            left = left.astype(left.dtype.newbyteorder("="))
+            assert left.dtype == right.dtype and left.shape == right.shape
+            assert left.tobytes() == right.tobytes()
+
+
+def test_very_many_small_leaves(tmp_path):
+    many = {f"leaf{number}": jnp.full((number % 5 + 1,), number) for number in range(1500)}
+    loop = Loop({**dense_states.initial(), "many": many})
+    with opened(tmp_path) as saver:
+        loop.save(saver, 1)
+        loop.train()
+        many = {**many, "leaf700": many["leaf700"] + 1}
+        loop.state = {**loop.state, "many": many}
+        loop.save(saver, 2)
+        assert_exact(saver, loop.states)
+
+
+def test_donated_buffers_may_change_while_a_delta_is_written(tmp_path):
+    loop = Loop()
+    donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
+    with opened(tmp_path) as saver:
+        loop.steps(saver, 1)
+        for step in (2, 3):
+            loop.train()
+            expected = jax.tree.map(np.array, loop.state["params"])
+            saver.save(step, loop.state, touched=loop.touched)
+            params = donate(loop.state["params"])
+            saver.wait()
+            template = {**loop.state, "params": params}
+            found = saver.restore(step, template).state["params"]
+            for name, leaf in expected.items():
+                assert np.asarray(found[name]).tobytes() == leaf.tobytes()
+            # Training goes on with what it has.
+            loop.state = template
+
+
+# Topologies: eight virtual devices.
+
+
+def placed(state: dict[str, Any], shape: tuple[int, int], spec: Any) -> dict[str, Any]:
+    devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x", "y")), spec)
+    params = {**state["params"], "w": jax.device_put(state["params"]["w"], sharding)}
+    return {**state, "params": params, "nu": jax.device_put(state["nu"], sharding)}
+
+
+P = jax.sharding.PartitionSpec
+PLACES = [((8, 1), P("x")), ((4, 2), P("x", "y")), ((2, 2), P(None, "x")), ((1, 1), P()), None]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_restored_on_another_topology_and_goes_on_there(tmp_path, place):
+    loop = Loop(placed(dense_states.initial(), (2, 4), P("x", "y")))
+    seen = Encoded()
+    with opened(tmp_path, CODED) as saver:
+        loop.steps(saver, 1, 2, 3)
+    with opened(tmp_path, CODED) as saver, seen.watching():
+        template = loop.state if place is None else placed(loop.state, *place)
+        found = saver.restore_latest(template)
+        again = Loop(found.state, found.touched)
+        assert found.state["params"]["w"].sharding == template["params"]["w"].sharding
+        assert again.steps(saver, 4, 5) == ["delta", "delta"]
+        assert [stored(tmp_path, 4), stored(tmp_path, 5)] == seen.saves
+        for step in (4, 5):
+            assert_close(saver.restore(step, again.states[step]).state, again.states[step])
+
+
+def test_shardings_that_change_within_a_run(tmp_path):
+    loop, seen = Loop(), Encoded()
+    with opened(tmp_path) as saver, seen.watching():
+        loop.save(saver, 1)
+        for step, place in enumerate([place for place in PLACES if place], 2):
+            loop.train()
+            loop.state = placed(loop.state, *place)
+            assert loop.save(saver, step).kind == "delta"
+        assert [stored(tmp_path, step) for step in range(2, 6)] == seen.saves
+        assert_exact(saver, loop.states)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("name", ["big", "bits", "key", "count"])
+def test_a_lossy_glob_that_names_no_floats_is_refused_at_the_first_save(tmp_path, name):
+    loop = Loop()
+    with opened(tmp_path, deltackpt.Dense(deltas="own", codec={name: "ef4"})) as saver:
+        with pytest.raises(OptionError, match=rf"dense leaf {name}: ef4 takes float32"):
+            loop.save(saver, 1)
+    with opened(tmp_path) as saver:
+        assert saver.all_steps() == []
+        loop.steps(saver, 2, 3)
+        assert_exact(saver, {step: loop.states[step] for step in (2, 3)})
+
+
+def test_a_budget_takes_the_next_wider_code_and_at_last_the_exact_leaf(tmp_path):
+    loop = Loop()
+    strict = deltackpt.Dense(deltas="own", codec={"params/*": "ef4", "nu": "int8"}, max_error=0.0)
+    with opened(tmp_path, strict) as saver:
+        assert loop.steps(saver, 1, 2, 3)[1:] == ["delta", "delta"]
+        assert_exact(saver, loop.states)
+        codecs = {s.encodings[0].codec for s in saves_of(tmp_path, 3) if s.group == "float32"}
+        assert "ef4" not in codecs
+
+
+def saves_of(root, step):
+    record = saves.read_save(root / str(step)).head.dense_blocks
+    assert record is not None
+    return record.segments
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("codec", [{}, LOSSY], ids=["exact", "lossy"])
+@pytest.mark.parametrize("most", [1, 100_000])
+def test_without_room_for_references_what_did_not_change_is_left_out(tmp_path, policy, codec, most):
+    loop, seen = Loop(), Encoded()
+    dense = deltackpt.Dense(deltas="own", codec=codec, max_reference_bytes=most)
+    with opened(tmp_path, dense, policy=POLICIES[policy]) as saver, seen.watching():
+        kinds = loop.steps(saver, *STEPS)
+        deltas = [step for step, kind in zip(STEPS, kinds, strict=True) if kind == "delta"]
+        assert [stored(tmp_path, step) for step in deltas] == seen.saves
+        if not codec:
+            assert_exact(saver, loop.states)
+
+
+def test_without_room_a_frozen_leaf_is_told_by_its_hashes(tmp_path):
+    loop = Loop({**dense_states.initial(), "backbone": jnp.arange(1 << 20, dtype=jnp.float32)})
+    dense = deltackpt.Dense(deltas="own", max_reference_bytes=1)
+    with opened(tmp_path, dense) as saver:
+        loop.steps(saver, 1, 2)
+        rest = sum(leaf.nbytes for leaf in jax.tree.leaves(loop.state)) - (4 << 20)
+        assert changed_bytes(tmp_path, 2) < 1.2 * rest
+        loop.state = {**loop.state, "backbone": loop.state["backbone"].at[500_000].add(1)}
+        loop.steps(saver, 3)
+        more = changed_bytes(tmp_path, 3) - changed_bytes(tmp_path, 2)
+        assert HASHED_BYTES * 0.9 < more < HASHED_BYTES * 1.1
+        assert_exact(saver, loop.states)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float32, np.float64])
+def test_hashes_tell_which_64_kib_changed(dtype):
+    blocks = np.zeros((700, 256), dtype)
+    hashes, per_span = Hashes.of(blocks), HASHED_BYTES // (256 * blocks.itemsize)
+    assert len(hashes.changed(blocks)) == 0
+    blocks[per_span, 7] = 1
+    changed = hashes.changed(blocks)
+    assert changed.tolist() == [*range(per_span, min(700, 2 * per_span))]
+    assert len(hashes.changed(blocks[:600])) == 600
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
+@pytest.mark.parametrize("window", [2, 3, 16])
+def test_the_shares_of_a_window_are_a_whole_leaf(count, window):
+    from deltackpt.format.manifest import RollingShare
+
+    shares = [
+        leaf_parts.share_of(count, RollingShare(window=window, number=number, filled=1), "w/0.0")
+        for number in range(window)
+    ]
+    assert sorted(block for share in shares for block in share) == [*range(count)]
+
+
+def test_what_is_kept_is_what_the_next_delta_is_taken_against(tmp_path):
+    """One copy, whatever the policy; with two a limit would drop the one that is needed."""
+    for policy in ("consecutive", "one-shot"):
+        loop = Loop()
+        with opened(tmp_path / policy, policy=POLICIES[policy]) as saver:
+            loop.steps(saver, 1)
+            alone = kept_bytes(saver)
+            loop.steps(saver, 2, 3)
+            assert kept_bytes(saver) == alone
+
+
+def kept_bytes(saver: deltackpt.CheckpointManager) -> int:
+    return saver._run.dense.references.nbytes
+
+
+def test_several_managers_in_one_process_know_nothing_of_each_other(tmp_path):
+    loops = [Loop(dense_states.initial(seed)) for seed in range(3)]
+    with (
+        opened(tmp_path / "0") as first,
+        opened(tmp_path / "1") as second,
+        opened(tmp_path / "2") as third,
+    ):
+        savers = [first, second, third]
+        for step in (1, 2, 3):
+            for loop, saver in zip(loops, savers, strict=True):
+                loop.train()
+                loop.states[step] = loop.state
+                saver.save(step, loop.state, touched=loop.touched)
+        for loop, saver in zip(loops, savers, strict=True):
+            saver.wait()
+            assert_exact(saver, loop.states)
+
+
+def test_rows_that_are_found_by_fingerprints(tmp_path):
+    loop = Loop()
+    with opened(tmp_path, deltas={"tracking": "fingerprints"}) as saver:
+        for step in (1, 2, 3):
+            loop.train()
+            loop.states[step] = loop.state
+            saver.save(step, loop.state)
+            saver.wait()
+        assert [own(tmp_path, step) for step in (1, 2, 3)] == [False, True, True]
+        assert_exact(saver, loop.states)
+
+
+def test_a_failed_save_is_no_reference(tmp_path, monkeypatch):
+    loop, seen = Loop(), Encoded()
+    with opened(tmp_path, CODED) as saver, seen.watching():
+        loop.steps(saver, 1, 2)
+        with monkeypatch.context() as patched:
+            patched.setattr("deltackpt.storage.parts.complete", _refuse)
+            loop.train()
+            saver.save(3, loop.state, touched=loop.touched)
+            with pytest.raises(SaveFailed):
+                saver.wait()
+        loop.steps(saver, 4)
+        assert saver.all_steps() == [1, 2, 4]
+        assert stored(tmp_path, 4) == seen.saves[-1]
+
+
+def _refuse(*arguments: Any, **options: Any) -> Any:
+    raise OSError(5, "injected")

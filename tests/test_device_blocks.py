@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves that are encoded on their devices decode to what the devices keep, bit for bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltackpt.codecs import of_blocks
+from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.save import device_blocks
+
+POOL = ThreadPoolExecutor(2)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def blocks(seed: int, dtype: str, scale: float = 1.0, count: int = 37) -> np.ndarray:
+    """Numbers of many magnitudes, with zeros of both signs."""
+    random = np.random.default_rng(seed)
+    found = random.standard_normal((count, BLOCK)) * scale
+    found *= np.exp2(random.integers(-12, 3, (count, 1)))
+    found[random.random(found.shape) < 0.02] = 0.0
+    found[random.random(found.shape) < 0.02] = -0.0
+    return found.astype(jnp.dtype(dtype))
+
+
+def decoded(coded: object, reference: np.ndarray) -> np.ndarray:
+    """What a reader makes of the pieces."""
+    out = reference.copy()
+    for piece in coded.pieces:
+        found = np.empty((len(piece.blocks), BLOCK), out.dtype)
+        of_blocks.get(piece.codec).decode(piece.arrays, reference[piece.blocks], found)
+        out[piece.blocks] = found
+    return out
+
+
+def same_bits(one: object, other: object) -> bool:
+    """Whether two arrays have the same bits."""
+    one, other = np.asarray(one), np.asarray(other)
+    return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", ["ef4", "ef8"])
+@given(seed=st.integers(0, 1 << 32), size=st.sampled_from([1e-30, 1e-9, 1e-4, 0.1, 30.0]))
+def test_a_reader_finds_what_the_device_keeps(
+    codec: str, dtype: str, seed: int, size: float
+) -> None:
+    before = blocks(seed, dtype)
+    now = (before.astype(np.float32) + blocks(seed + 1, "float32", size)).astype(before.dtype)
+    now[3] = before[3]
+    found = device_blocks.encode_leaf_there(
+        jnp.asarray(now), jnp.asarray(before), codec, None, POOL
+    )
+    assert same_bits(decoded(found, before), found.decoded)
+    assert all(3 not in piece.blocks for piece in found.pieces)
+    missed = np.asarray(found.decoded, np.float64) - now.astype(np.float64)
+    norm = np.linalg.norm(now.astype(np.float64))
+    assert found.error == pytest.approx(np.linalg.norm(missed) / norm, rel=1e-3, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_device_may_take_for_zero_is_kept_as_it_is(dtype: str) -> None:
+    before, now = blocks(1, dtype), blocks(2, dtype)
+    tiny = {"float32": 1e-42, "bfloat16": 1e-39, "float16": 3e-7}[dtype]
+    before[0, 7] = now[1, 8] = tiny
+    now[2, 9], now[4, 1], before[5, 2] = np.nan, np.inf, np.nan
+    found = device_blocks.encode_leaf_there(
+        jnp.asarray(now), jnp.asarray(before), "ef8", None, POOL
+    )
+    kept = decoded(found, before)
+    assert same_bits(kept, found.decoded)
+    assert same_bits(kept[[2, 4, 5]], now[[2, 4, 5]])
+    if dtype == "float32":
+        assert same_bits(kept[0], now[0])
+
+
+def test_errors_do_not_add_up() -> None:
+    now = reference = blocks(3, "float32")
+    kept = jnp.asarray(reference)
+    errors = []
+    for seed in range(10):
+        now = now + 1e-3 * blocks(seed + 10, "float32")
+        found = device_blocks.encode_leaf_there(jnp.asarray(now), kept, "ef4", None, POOL)
+        reference = decoded(found, reference)
+        kept = found.decoded
+        assert same_bits(reference, kept)
+        errors.append(found.error)
+    assert max(errors) < 3 * errors[0]
+
+
+def test_a_leaf_beyond_its_budget_is_wider_and_at_last_exact() -> None:
+    before, now = blocks(1, "float32"), blocks(2, "float32")
+    wide = device_blocks.encode_leaf_there(jnp.asarray(now), jnp.asarray(before), "ef4", 0.02, POOL)
+    assert wide.codec == "ef8" and "ef4 would change it" in wide.reason
+    exact = device_blocks.encode_leaf_there(jnp.asarray(now), jnp.asarray(before), "ef4", 0.0, POOL)
+    assert exact.codec == "exact" and same_bits(decoded(exact, before), now)
+    assert same_bits(exact.decoded, now)
+    alone = device_blocks.encode_leaf_there(jnp.asarray(now), None, "ef4", None, POOL)
+    assert alone.codec == "exact" and same_bits(decoded(alone, np.zeros_like(now)), now)
+
+
+def test_what_is_taken_outlives_its_array() -> None:
+    source = jnp.arange(3 * 700, dtype=jnp.float32).reshape(3, 700)
+    taken = device_blocks.take(source, (slice(1, 3), slice(None)))
+    source.delete()
+    flat = np.asarray(taken).reshape(-1)
+    assert taken.shape == (6, BLOCK)
+    assert (flat[:1400] == np.arange(700, 2100)).all() and not flat[1400:].any()
+    assert isinstance(taken, jax.Array)
