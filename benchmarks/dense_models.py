@@ -396,6 +396,4 @@ def untrained(init: Callable[[], Any], tables: deltackpt.Tables = _NO_TABLES) ->
     def never(*_: Any) -> Any:
         raise NotImplementedError("a state that is not trained")
 
-    return Model(
-        name="untrained", init=init, step=never, batch=never, tested=never, tables=tables
-    )
+    return Model(name="untrained", init=init, step=never, batch=never, tested=never, tables=tables)
