@@ -306,7 +306,8 @@ def _with_adapters(params: Any) -> Any:
 
 
 def _adapted(backbone: Any, adapters: Any) -> Any:
-    flat, changes = traverse_util.flatten_dict(backbone), traverse_util.flatten_dict(adapters)
+    flat: Any = traverse_util.flatten_dict(backbone)
+    changes: Any = traverse_util.flatten_dict(adapters)
     for path, kernel in _adapted_kernels(backbone):
         flat[path] = kernel + changes[*path, "down"] @ changes[*path, "up"]
     return traverse_util.unflatten_dict(flat)
@@ -314,7 +315,7 @@ def _adapted(backbone: Any, adapters: Any) -> Any:
 
 def _adapted_kernels(params: Any) -> list[tuple[tuple[str, ...], jax.Array]]:
     """Queries and values, as LoRA has it."""
-    flat = traverse_util.flatten_dict(params)
+    flat: Any = traverse_util.flatten_dict(params)
     return [(path, leaf) for path, leaf in flat.items() if {"query", "value"} & {*path}]
 
 
@@ -327,7 +328,7 @@ def _adamw(rate: optax.Schedule) -> optax.GradientTransformation:
 
 
 def _of_adapters(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    kinds = {"trained": inner, "frozen": optax.set_to_zero()}
+    kinds: Any = {"trained": inner, "frozen": optax.set_to_zero()}
     return optax.multi_transform(kinds, {_BACKBONE: "frozen", _ADAPTERS: "trained"})
 
 
@@ -372,7 +373,9 @@ def dlrm_model(scale: float) -> Model:
     test = [source.batch(_ORDER_STRIDE - 1 - number) for number in range(32)]
 
     def tested(state: dlrm_trainer.TrainState) -> float:
-        losses = [dlrm.cross_entropy(logits(state, batch), batch.labels) for batch in test]
+        losses = [
+            dlrm.cross_entropy(logits(state, batch), jnp.asarray(batch.labels)) for batch in test
+        ]
         return float(np.mean(losses))
 
     return Model(

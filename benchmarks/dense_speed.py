@@ -41,7 +41,7 @@ def add_speed(report: Report, lab: Lab, name: str, rounds: int) -> None:
     trajectory = lab.trajectory(name)
     now, before = trajectory.at(lab.chain[1]), trajectory.at(lab.chain[0])
     gigabytes = dense_models.nbytes(now) / 1e9
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     with ThreadPoolExecutor(_THREADS) as pool:
         for number in range(rounds + 1):
             for coding in (EXACT, EIGHT_BITS, FOUR_BITS):
