@@ -160,7 +160,8 @@ def add_chain(report: Report, lab: Lab, name: str, coding: str) -> None:
     whole = Sample((float(sum(taken)),))
     base = Sample((float(taken[0]),))
     title = f"{name}, {coding}: base and {CHAIN} deltas"
-    report.compare(title, whole, "the base", base, megabytes, bar=2.5)
+    bar = 2.5 if coding == FOUR_BITS else None
+    report.compare(title, whole, "the base", base, megabytes, bar=bar)
     report.section()
 
 
