@@ -219,7 +219,8 @@ def add_loss(report: Report, lab: Lab, name: str, more: int) -> None:
 
     losses["moments dropped"] = _trained_on(model, dropped, last, more)
     exact = np.array(losses.pop("uninterrupted"))
-    spread = float(np.abs(exact - exact.mean()).max())
+    # Without a step more the orders do not differ.
+    spread = max(1e-12, float(np.abs(exact - exact.mean()).max()))
     title = f"{name}, restored and {more} steps more"
     report.state(f"{title}, uninterrupted: loss", Sample(tuple(exact)), "{:.4f}".format)
     for way, found in losses.items():
