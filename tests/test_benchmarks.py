@@ -98,6 +98,11 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
         ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
         ("service_memory.py", ["--scale", "0.01", "--sizes", "1"]),
         (
+            "dense.py",
+            ["--size", "tiny", "--batch", "1", "--first", "2", "--gap", "1", "--more", "1"]
+            + ["--scale", "0.01", "--repeats", "1"],
+        ),
+        (
             "tiers.py",
             ["--scale", "0.01", "--repeats", "1", "--iterations", "2", "--processes", "1", "2"],
         ),

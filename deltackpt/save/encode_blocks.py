@@ -55,10 +55,15 @@ def encode(
     with np.errstate(all="ignore"):
         if isinstance(codec, Difference):
             assert before is not None
-            arrays, held = _difference(codec.code, now, before, out)
+            reference = before.astype(np.float32, copy=False)
+            values = now.astype(np.float32, copy=False) - reference
+            arrays, held = _symmetric(codec.code, values)
+            values += reference
+            np.copyto(out, values, casting="unsafe")
         elif isinstance(codec, Alone):
-            arrays, held = _alone(codec.code, now)
-            codec.decode(arrays, None, out)
+            values = now.astype(np.float32)
+            arrays, held = _symmetric(codec.code, values)
+            np.copyto(out, values, casting="unsafe")
         else:
             arrays, held = encode_logarithms.encode(codec, now, before)
             codec.decode(arrays, before, out)
@@ -68,62 +73,36 @@ def encode(
     return EncodedBlocks(arrays, held)
 
 
-def _difference(
-    code: Uniform, now: np.ndarray, before: np.ndarray, out: np.ndarray
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    reference = before.astype(np.float32, copy=False)
-    change = now.astype(np.float32, copy=False) - reference
+def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Codes of float32 numbers, (n, 256), in whose place they leave what they stand for.
+
+    That is what ``Uniform.decode`` makes of them; unpacking what was just packed takes a third of
+    all time.
+    """
     # The patterns of magnitudes ascend with them, and those of NaN lie above infinity.
-    greatest = np.abs(change).view(np.uint32).max(axis=1).view(np.float32)
+    greatest = np.abs(values).view(np.uint32).max(axis=1).view(np.float32)
     held = _within(greatest)
     scale = np.where(held, greatest, 0) / np.float32(code.highest)
-    rounded, patterns = _parameters(code, scale)
-    change *= _inverse(rounded["scale"])[:, None]
-    codes = np.rint(change, out=change).astype(np.int8)
-    # As ``Difference.decode`` has it; unpacking what was just packed takes a third of all time.
-    np.multiply(codes, rounded["scale"][:, None], out=change)
-    if out.dtype == np.float32:
-        np.add(reference, change, out=out)
-    else:
-        change += reference
-        np.copyto(out, change, casting="unsafe")
-    return {"": _packed(codes, code), **patterns}, held
-
-
-def _alone(code: Uniform, now: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    values = now.astype(np.float32)
-    low, high = values.min(axis=1), values.max(axis=1)
-    held = _within(np.maximum(-low, high))
-    low, high = np.where(held, low, 0), np.where(held, high, 0)
-    scale = (high - low) / np.float32(code.highest - code.lowest)
-    rounded, patterns = _parameters(code, scale, low + np.float32(code.middle) * scale)
-    values -= rounded["offset"][:, None]
-    values *= _inverse(rounded["scale"])[:, None]
-    # A rounded offset may leave the ends outside.
-    np.clip(values, code.lowest, code.highest, out=values)
+    rounded, stored = _scale(code, scale)
+    values *= _inverse(rounded)[:, None]
     codes = np.rint(values, out=values).astype(np.int8)
-    return {"": _packed(codes, code), **patterns}, held
+    np.multiply(codes, rounded[:, None], out=values)
+    return {"": _packed(codes, code), "scale": stored}, held
 
 
 def _within(greatest: np.ndarray) -> np.ndarray:
     return (greatest == 0) | ((greatest >= SMALLEST) & (greatest <= uniform.LARGEST))
 
 
-def _parameters(
-    code: Uniform, scale: np.ndarray, offset: np.ndarray | None = None
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Parameters of each block, rounded as ``Uniform`` stores them: float32, and what is stored."""
-    given = {"scale": scale} if offset is None else {"scale": scale, "offset": offset}
-    reach = np.float32(code.middle) * scale + (0 if offset is None else np.abs(offset))
-    half = (reach < uniform.FLOAT16_BELOW) & ((scale >= uniform.FLOAT16_SCALE) | (scale == 0))
-    rounded, patterns = {}, {}
-    for name, value in given.items():
-        short, brain = value.astype(np.float16), value.astype(dtype_of("bfloat16"))
-        rounded[name] = np.where(half, short.astype(np.float32), brain.astype(np.float32))
-        flag = np.uint16(uniform.BFLOAT16_FLAG if name == "scale" else 0)
-        found = np.where(half, short.view(np.uint16), brain.view(np.uint16) | flag)
-        patterns[name] = found.view(np.float16)
-    return rounded, patterns
+def _scale(code: Uniform, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales of blocks, rounded as ``Uniform`` stores them: float32, and what is stored."""
+    half = (np.float32(code.middle) * scale < uniform.FLOAT16_BELOW) & (
+        (scale >= uniform.FLOAT16_SCALE) | (scale == 0)
+    )
+    short, brain = scale.astype(np.float16), scale.astype(dtype_of("bfloat16"))
+    rounded = np.where(half, short.astype(np.float32), brain.astype(np.float32))
+    flagged = brain.view(np.uint16) | np.uint16(uniform.BFLOAT16_FLAG)
+    return rounded, np.where(half, short.view(np.uint16), flagged).view(np.float16)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the benchmarks of dense leaves measure: codings, trained states, and managers."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ways
+from dense_models import Model, Trajectory
+
+import deltackpt
+
+#: Deltas of a chain.
+CHAIN = 10
+#: Of the longest gap between two saves, in gaps of a chain.
+GAPS_OF_LONGEST = 5
+
+EXACT, EIGHT_BITS, FOUR_BITS, LINEAR = "exact", "8 bits", "4 bits", "linear nu"
+#: Leaves by what they are, in the states of ``dense_models``.
+_PARAMETERS = ("params/**", "dense/**", "opt_state/params/**")
+_FIRST, _SECOND = "opt_state/**/mu/**", "opt_state/**/nu/**"
+
+
+def codings(parameters: str, first: str, second: str) -> dict[str, str]:
+    """Codecs by glob: of parameters, of first moments, of second moments."""
+    return {_FIRST: first, _SECOND: second, **dict.fromkeys(_PARAMETERS, parameters)}
+
+
+CODINGS: dict[str, Mapping[str, str]] = {
+    EXACT: {},
+    EIGHT_BITS: codings("ef8", "int8", "log8"),
+    FOUR_BITS: codings("ef4", "int8", "log4"),
+    # The control that must fail: small second moments become zero or far too large.
+    LINEAR: codings("ef4", "int8", "int8"),
+}
+
+
+@functools.cache
+def exact_weights(coding: str) -> dict[str, str]:
+    """A coding that leaves weights in bf16 as they are beside their master in float32."""
+    return {"params/**": "exact", **CODINGS[coding]}
+
+
+class Lab:
+    """Models, the states that they were trained to, and room for checkpoints."""
+
+    def __init__(
+        self, models: Mapping[str, Model], states_dir: Path, first: int, gap: int, root: Path
+    ):
+        """Of what is to be trained, or was.
+
+        Args:
+          models: by name.
+          states_dir: where states are kept.
+          first: steps that are trained before the first save.
+          gap: steps between the saves of a chain.
+          root: of checkpoints.
+        """
+        self.models = models
+        self.root = root
+        #: Steps between two saves whose bytes are measured; that in the middle has the bars.
+        self.gaps = (1, gap, GAPS_OF_LONGEST * gap)
+        #: The steps of a base and the deltas on it.
+        self.chain = tuple(first + gap * number for number in range(CHAIN + 1))
+        self._states_dir = states_dir
+
+    def trajectory(self, name: str) -> Trajectory:
+        """The states of a model at all steps that are needed; trains if they are not there."""
+        model = self.models[name]
+        found = Trajectory(model, self._states_dir / name)
+        start = None if model.starts_from is None else self.trajectory(model.starts_from)
+        first = self.chain[0]
+        found.train(first, {*self.chain, *(first + gap for gap in self.gaps)}, start)
+        return found
+
+    def manager(self, model: Model, codec: Mapping[str, str]) -> deltackpt.CheckpointManager:
+        """A manager over an empty directory, whose first save is a base and its only one."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        return deltackpt.CheckpointManager(
+            self.root,
+            handlers={"embeddings": model.tables},
+            options=deltackpt.ManagerOptions(
+                deltas=deltackpt.DeltaOptions(
+                    policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+                ),
+                writes=deltackpt.WriteOptions(durability="process"),
+                dense=deltackpt.Dense(deltas="own", codec=codec),
+            ),
+        )
+
+    def saved_chain(self, trajectory: Trajectory, coding: str) -> deltackpt.CheckpointManager:
+        """A manager that has saved a base and the deltas on it."""
+        manager = self.manager(trajectory.model, CODINGS[coding])
+        for step in self.chain:
+            manager.save(step, trajectory.at(step))
+            manager.wait()
+        return manager
+
+    def orbax_bytes(self, state: Any, *, compressed: bool) -> int:
+        """Bytes of a step by stock Orbax."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        way = ways.Orbax(self.root, compressed=compressed)
+        way.save(1, state)
+        way.wait()
+        way.close()
+        return ways.tree_bytes(self.root / "1")

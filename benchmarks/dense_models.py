@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``dense.py`` trains: T5 by five optimizers' states, a DLRM, and adapters on a frozen T5.
+
+States that are needed are trained once and kept in a directory, so that codes can be compared on
+the same numbers again and again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import ways  # noqa: F401  (makes the examples importable)
+from rich.progress import track as progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "t5x"))
+
+from dlrm_jax import data as clicks
+from dlrm_jax import model as dlrm
+from dlrm_jax import trainer as dlrm_trainer
+from flax import traverse_util
+from t5_jax import data as texts
+from t5_jax import model as t5
+from t5_jax import trainer as t5_trainer
+
+import deltackpt
+
+#: Of T5's training by AdamW.
+_RATE, _WARMUP, _DECAY = 1e-3, 50, 0.01
+#: Learning rate of fine-tuning, as reinforcement learning has it.
+_TUNING_RATE = 1e-6
+#: Rank of the adapters.
+_RANK = 8
+#: The tokens of a sample, of T5.
+_INPUTS = 64
+#: Of the text, held out to be tested on.
+_HELD_OUT = 0.1
+#: What a manager is told of a state without tables.
+_NO_TABLES = deltackpt.Tables(select="table", slots={})
+#: Of a state with adapters.
+_BACKBONE, _ADAPTERS = "backbone", "adapters"
+#: Batches of one order of the data, at most.
+_ORDER_STRIDE = 10**6
+
+
+class State(NamedTuple):
+    """All that a run of T5 needs to go on, where no leaf of it is a table.
+
+    Attributes:
+      table: (8, 8), of no use: a manager wants a table.
+      params: of the model.
+      opt_state: of the optimizer.
+      step: steps done, int32 scalar.
+      touched: of the table.
+    """
+
+    table: jax.Array
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    touched: deltackpt.TouchState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model, its optimizer and its data.
+
+    Attributes:
+      name: on the command line.
+      init: gives the first state. A field ``touched`` of states says which rows were touched.
+      step: (state, batch) to (state, loss); donates the state.
+      batch: (order, number) to a batch; orders differ in what they draw.
+      tested: the mean loss of a state on what it is not trained on.
+      tables: which of the leaves are tables.
+      starts_from: the name of the model whose state is trained on; None for ``init``.
+    """
+
+    name: str
+    init: Callable[[], Any]
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]
+    batch: Callable[[int, int], Any]
+    tested: Callable[[Any], float]
+    tables: deltackpt.Tables
+    starts_from: str | None = None
+
+
+class Trajectory:
+    """States of one training, in files of their own: their leaves end to end."""
+
+    def __init__(self, model: Model, directory: Path):
+        """Of what was trained before.
+
+        Args:
+          model: that is trained.
+          directory: of the files, one for each step.
+        """
+        self.model = model
+        self._directory = directory
+        self._shapes, self._tree = jax.tree.flatten(jax.eval_shape(model.init))
+
+    def train(self, first: int, kept: Iterable[int], start: Trajectory | None = None) -> None:
+        """Trains as far as the last step that is to be kept, unless it is there.
+
+        Args:
+          first: step of the state that ``start`` has.
+          kept: steps to keep.
+          start: whose state is trained on; None for the model's first.
+        """
+        missing = {step for step in kept if not self._path(step).exists()}
+        if not missing:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        state, done = (start.at(first), first) if start is not None else (self.model.init(), 0)
+        for number in progress(range(done, max(missing) + 1), self.model.name):
+            if number in missing:
+                self._keep(number, state)
+            if number < max(missing):
+                state, _ = self.model.step(state, self.model.batch(0, number))
+
+    def at(self, step: int) -> Any:
+        """A state that was kept, on the device."""
+        leaves = []
+        with self._path(step).open("rb") as file:
+            for shape in self._shapes:
+                found = np.fromfile(file, np.uint8, shape.size * shape.dtype.itemsize)
+                leaves.append(jnp.asarray(found.view(shape.dtype).reshape(shape.shape)))
+        return jax.block_until_ready(jax.tree.unflatten(self._tree, leaves))
+
+    def _keep(self, step: int, state: Any) -> None:
+        path = self._path(step)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            for leaf in jax.tree.leaves(state):
+                np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).tofile(file)
+        partial.rename(path)
+
+    def _path(self, step: int) -> Path:
+        return self._directory / str(step)
+
+
+def marked(touched: deltackpt.TouchState) -> deltackpt.TouchState:
+    """A step later; a row is touched, since a manager warns of states that seem to stand still."""
+    return deltackpt.touched.mark(touched, {"table": jnp.zeros(1, jnp.int32)})
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of what a full save holds, of a state or of its shapes."""
+    leaves = jax.tree.leaves(state._replace(touched=()))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+# T5.
+
+
+class Corpus:
+    """A text in batches of span corruption, its end held out."""
+
+    def __init__(self, text: str, batch_size: int):
+        """Divides the text."""
+        self.vocabulary = texts.Words(text)
+        cut = text.rindex(" ", 0, round(len(text) * (1 - _HELD_OUT)))
+        self._text, self._size = text[:cut], batch_size
+        held_out = texts.SpanCorruption(
+            text[cut:], self.vocabulary, 4 * batch_size, _INPUTS, seed=-1 % 2**32
+        )
+        self.test = [held_out.batch(number) for number in range(16)]
+        self._source = texts.SpanCorruption(
+            self._text, self.vocabulary, batch_size, _INPUTS, seed=0
+        )
+
+    def batch(self, order: int, number: int) -> texts.Batch:
+        """A batch to train on."""
+        return self._source.batch(order * _ORDER_STRIDE + number)
+
+
+def t5_models(text: str, size: str, batch_size: int) -> dict[str, Model]:
+    """T5 with the states of several optimizers, by name.
+
+    Args:
+      text: to learn.
+      size: of ``t5.NAMED``.
+      batch_size: samples in a batch.
+    """
+    corpus = Corpus(text, batch_size)
+    sizes = t5.Sizes(rows=corpus.vocabulary.size, **t5.NAMED[size])
+    plain = _from_optax(_adamw(_warmed_up))
+    kinds: dict[str, _Kind] = {
+        "adamw": _Kind(_in_float32, plain),
+        "bf16": _Kind(_in_bfloat16, plain),
+        "master": _Kind(_in_bfloat16, _with_master(_adamw(_warmed_up))),
+        "tuning": _Kind(
+            _in_bfloat16, _with_master(_adamw(lambda step: _TUNING_RATE)), starts_from="master"
+        ),
+        "lora": _Kind(_with_adapters, _from_optax(_of_adapters(_adamw(_warmed_up)))),
+    }
+    models = {name: _t5(name, kind, sizes, corpus) for name, kind in kinds.items()}
+    options = t5_trainer.TrainOptions(sizes=sizes, warmup=100)
+    models["adafactor"] = Model(
+        name="adafactor",
+        init=functools.partial(t5_trainer.init_state, options),
+        step=t5_trainer.train_step(options),
+        batch=corpus.batch,
+        tested=_tester(sizes, corpus),
+        tables=t5_trainer.checkpoint_tables(),
+    )
+    return models
+
+
+class _Optimizer(NamedTuple):
+    """What an optimizer does: parameters to its state; gradient, state, parameters to new ones."""
+
+    init: Callable[[Any], Any]
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+class _Kind(NamedTuple):
+    """How a state keeps parameters, made of those of the model, and what trains them."""
+
+    kept: Callable[[Any], Any]
+    optimizer: _Optimizer
+    starts_from: str | None = None
+
+
+class _Master(NamedTuple):
+    """Parameters in float32 beside the ones that the model computes with, and their optimizer's."""
+
+    params: Any
+    opt_state: Any
+
+
+def _t5(name: str, kind: _Kind, sizes: t5.Sizes, corpus: Corpus) -> Model:
+    network, optimizer = t5.T5(sizes), kind.optimizer
+
+    @jax.jit
+    def init() -> State:
+        some = jnp.zeros((1, 1), jnp.int32)
+        params = kind.kept(network.init(jax.random.key(0), some, some)["params"])
+        table = {"table": jnp.zeros((8, 8))}
+        return State(
+            table=table["table"],
+            params=params,
+            opt_state=optimizer.init(params),
+            step=jnp.zeros((), jnp.int32),
+            touched=deltackpt.touched.init(table),
+        )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: State, batch: texts.Batch) -> tuple[State, jax.Array]:
+        loss, gradient = jax.value_and_grad(functools.partial(_t5_loss, network))(
+            state.params, batch, 1e-4
+        )
+        params, opt_state = optimizer.apply(gradient, state.opt_state, state.params)
+        new = state._replace(params=params, opt_state=opt_state, step=state.step + 1)
+        return new._replace(touched=marked(state.touched)), loss
+
+    return Model(
+        name=name,
+        init=lambda: jax.device_put(init(), jax.local_devices()[0]),
+        step=step,
+        batch=corpus.batch,
+        tested=_tester(sizes, corpus),
+        tables=_NO_TABLES,
+        starts_from=kind.starts_from,
+    )
+
+
+def _tester(sizes: t5.Sizes, corpus: Corpus) -> Callable[[Any], float]:
+    loss = jax.jit(functools.partial(_t5_loss, t5.T5(sizes)), static_argnums=2)
+    return lambda state: float(np.mean([loss(state.params, one, 0.0) for one in corpus.test]))
+
+
+def _t5_loss(network: t5.T5, kept: Any, batch: texts.Batch, z_loss: float) -> jax.Array:
+    inputs, targets = jax.tree.map(jnp.asarray, batch)
+    # Computed in float32 whatever is kept: a CPU has no arithmetic of fewer bits.
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), kept)
+    if _ADAPTERS in params:
+        params = _adapted(params[_BACKBONE], params[_ADAPTERS])
+    logits: Any = network.apply({"params": params}, inputs, t5.shifted_right(targets))
+    return t5.cross_entropy(logits, targets, z_loss)
+
+
+def _in_float32(params: Any) -> Any:
+    return params
+
+
+def _in_bfloat16(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+def _with_adapters(params: Any) -> Any:
+    adapters = {}
+    for number, (path, kernel) in enumerate(_adapted_kernels(params)):
+        key = jax.random.fold_in(jax.random.key(1), number)
+        rows, columns = kernel.shape
+        adapters[*path, "down"] = jax.random.normal(key, (rows, _RANK)) / rows**0.5
+        adapters[*path, "up"] = jnp.zeros((_RANK, columns))
+    return {_BACKBONE: params, _ADAPTERS: traverse_util.unflatten_dict(adapters)}
+
+
+def _adapted(backbone: Any, adapters: Any) -> Any:
+    flat: Any = traverse_util.flatten_dict(backbone)
+    changes: Any = traverse_util.flatten_dict(adapters)
+    for path, kernel in _adapted_kernels(backbone):
+        flat[path] = kernel + changes[*path, "down"] @ changes[*path, "up"]
+    return traverse_util.unflatten_dict(flat)
+
+
+def _adapted_kernels(params: Any) -> list[tuple[tuple[str, ...], jax.Array]]:
+    """Queries and values, as LoRA has it."""
+    flat: Any = traverse_util.flatten_dict(params)
+    return [(path, leaf) for path, leaf in flat.items() if {"query", "value"} & {*path}]
+
+
+def _warmed_up(step: jax.typing.ArrayLike) -> jax.Array:
+    return _RATE * jnp.minimum(1.0, (step + 1) / _WARMUP)
+
+
+def _adamw(rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, weight_decay=_DECAY)
+
+
+def _of_adapters(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    kinds: Any = {"trained": inner, "frozen": optax.set_to_zero()}
+    return optax.multi_transform(kinds, {_BACKBONE: "frozen", _ADAPTERS: "trained"})
+
+
+def _from_optax(transformation: optax.GradientTransformation) -> _Optimizer:
+    def apply(gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        updates, opt_state = transformation.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return _Optimizer(transformation.init, apply)
+
+
+def _with_master(transformation: optax.GradientTransformation) -> _Optimizer:
+    inner = _from_optax(transformation)
+
+    def init(params: Any) -> _Master:
+        master = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        return _Master(master, inner.init(master))
+
+    def apply(gradient: Any, opt_state: _Master, params: Any) -> tuple[Any, _Master]:
+        del params
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+        master, found = inner.apply(gradient, opt_state.opt_state, opt_state.params)
+        return _in_bfloat16(master), _Master(master, found)
+
+    return _Optimizer(init, apply)
+
+
+# DLRM.
+
+
+def dlrm_model(scale: float) -> Model:
+    """The thesis DLRM on Zipf traffic: tables by row-wise Adagrad, its dense part by Adam.
+
+    Args:
+      scale: factor on the rows of its tables.
+    """
+    rows = clicks.table_rows("thesis", scale)
+    source = clicks.ZipfTraffic(rows, 512, exponent=1.07, seed=0)
+    options = dlrm_trainer.ModelOptions(rows=rows)
+    step = dlrm_trainer.train_step(options)
+    logits = jax.jit(_dlrm_logits)
+    test = [source.batch(_ORDER_STRIDE - 1 - number) for number in range(32)]
+
+    def tested(state: dlrm_trainer.TrainState) -> float:
+        losses = [
+            dlrm.cross_entropy(logits(state, batch), jnp.asarray(batch.labels)) for batch in test
+        ]
+        return float(np.mean(losses))
+
+    return Model(
+        name="dlrm",
+        init=lambda: dlrm_trainer.init_state(options, 0),
+        step=lambda state, batch: step(state, batch)[:2],
+        batch=lambda order, number: source.batch(order * _ORDER_STRIDE + number),
+        tested=tested,
+        tables=dlrm_trainer.checkpoint_tables("adaptive4", "raw"),
+    )
+
+
+def _dlrm_logits(state: dlrm_trainer.TrainState, batch: clicks.Batch) -> jax.Array:
+    rows = [state.tables[name][ids] for name, ids in batch.ids.items()]
+    return dlrm.logits(state.dense, jnp.asarray(batch.numeric), rows)
+
+
+def untrained(init: Callable[[], Any], tables: deltackpt.Tables = _NO_TABLES) -> Model:
+    """States that something else than training changes, as a model."""
+
+    def never(*_: Any) -> Any:
+        raise NotImplementedError("a state that is not trained")
+
+    return Model(name="untrained", init=init, step=never, batch=never, tested=never, tables=tables)
