@@ -16,7 +16,7 @@ import numpy as np
 
 import deltackpt
 from deltackpt.reading import dense_values, saves
-from deltackpt.save import dense_blocks
+from deltackpt.save import coded_dense
 
 ROWS, WIDTH = 64, 8
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb", slots={})}
@@ -134,7 +134,7 @@ class Encoded:
     @contextlib.contextmanager
     def watching(self) -> Iterator[Encoded]:
         """Takes down what is encoded meanwhile."""
-        real = dense_blocks.encode
+        real = coded_dense.encode
 
         def encode(*arguments: Any, **options: Any) -> Any:
             found = real(*arguments, **options)
@@ -145,7 +145,7 @@ class Encoded:
             self.saves.append(values)
             return found
 
-        with mock.patch.object(dense_blocks, "encode", encode):
+        with mock.patch.object(coded_dense, "encode", encode):
             yield self
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deltackpt
 from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
-from deltackpt.save import device_blocks
+from deltackpt.save import device_blocks, extract
 
 POOL = ThreadPoolExecutor(2)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -108,9 +111,50 @@ def test_a_leaf_beyond_its_budget_is_wider_and_at_last_exact() -> None:
 
 def test_what_is_taken_outlives_its_array() -> None:
     source = jnp.arange(3 * 700, dtype=jnp.float32).reshape(3, 700)
-    taken = device_blocks.take(source, (slice(1, 3), slice(None)))
+    taken, shape = device_blocks.take(source, (slice(1, 3), slice(None)))
     source.delete()
     flat = np.asarray(taken).reshape(-1)
-    assert taken.shape == (6, BLOCK)
+    assert taken.shape == (6, BLOCK) and shape == (2, 700)
     assert (flat[:1400] == np.arange(700, 2100)).all() and not flat[1400:].any()
     assert isinstance(taken, jax.Array)
+
+
+@pytest.mark.parametrize("codec", ["ef4", "ef8"])
+def test_a_state_on_devices_restores_to_what_they_keep(tmp_path: Path, codec: str) -> None:
+    """As on an accelerator: only codes come to the host, and a chain restores bit for bit."""
+    random = np.random.default_rng(7)
+    state = {
+        "emb": jnp.zeros((8, 4)),
+        "w": jnp.asarray(random.standard_normal((40, 130)), jnp.float32),
+        "h": jnp.asarray(random.standard_normal((64, 64)), jnp.bfloat16),
+        "count": jnp.zeros((), jnp.int32),
+    }
+    options = deltackpt.ManagerOptions(
+        dense=deltackpt.Dense(deltas="own", codec={"w": codec, "h": codec}),
+        writes=deltackpt.WriteOptions(durability="process"),
+    )
+    tables = deltackpt.Tables(select="emb", slots={})
+    kept: dict[str, np.ndarray] = {}
+    with (
+        mock.patch.object(extract, "on_host", lambda array: not isinstance(array, jax.Array)),
+        deltackpt.CheckpointManager(
+            tmp_path, handlers={"embeddings": tables}, options=options
+        ) as manager,
+    ):
+        touched = deltackpt.touched.init({"emb": state["emb"]})
+        for step in range(4):
+            noise = random.standard_normal((40, 130)).astype(np.float32)
+            state = {**state, "w": state["w"] + 1e-3 * noise, "h": state["h"] * 1.01}
+            state["count"] = state["count"] + 1
+            manager.save(step, state, touched=touched)
+            manager.wait()
+            keeper = manager._run.dense
+            left = keeper.references.of(manager._run.lineage.newest_committed)
+            kept = {key: data for (_, key), data in left.data.items()}
+        assert isinstance(kept["w/0.0"], jax.Array) and isinstance(kept["h/0.0"], jax.Array)
+        restored = manager.restore(3, state)
+    for name in ("w", "h"):
+        flat = np.asarray(kept[f"{name}/0.0"]).reshape(-1)[: state[name].size]
+        assert same_bits(restored.state[name], flat.reshape(state[name].shape))
+        assert not same_bits(restored.state[name], state[name])
+    assert int(restored.state["count"]) == 4

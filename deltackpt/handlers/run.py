@@ -22,7 +22,8 @@ from deltackpt.resources.pace import Pace
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save.apart import Meetings
-from deltackpt.save.dense_blocks import DenseKeeper, codings
+from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense_coding import codings
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.state.choice import Tables

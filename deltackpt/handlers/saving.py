@@ -82,6 +82,8 @@ class Saver:
         self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
         #: Whether it was said that no TouchState moves.
         self._told_stands_still = False
+        #: Whether it was said that blocks do not cover the dense leaves.
+        self._told_unusual = False
         #: Temporary directories of failed saves. Only these: another process may be ahead, and
         #: write the next step already.
         self._leftovers: list[Path] = []
@@ -242,7 +244,13 @@ class Saver:
                 return taken.as_item(pending.intent.save_id)
             pending.dense = taken
             return None
-        except UnsupportedLeaf:
+        except UnsupportedLeaf as error:
+            if run.dense is not None and not self._told_unusual:
+                self._told_unusual = True
+                events.warn(
+                    f"step {step}: dense leaves are saved whole, by Orbax's handler, also in "
+                    f"deltas: {error}"
+                )
             args = dense.save_args(split.dense)
             return self._begun(step, attempt, names.DENSE_ITEM, dense.handler(), args)
 

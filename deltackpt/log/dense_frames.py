@@ -19,8 +19,9 @@ from deltackpt.format import frames
 from deltackpt.format.frames import BlocksHead, DenseHead, DenseValue
 from deltackpt.format.manifest import SaveId
 from deltackpt.log.frame import Frame, FramePlace, body_of
+from deltackpt.save.coded_dense import CodedDense, CodedValue
 from deltackpt.save.dense import DenseLeaves
-from deltackpt.save.dense_blocks import CodedDense, CodedValue, DenseKeeper, TakenDense
+from deltackpt.save.dense_blocks import DenseKeeper, TakenDense
 
 #: Full marks in a row that are against the one before, until one is whole again.
 _AGAINST = 15

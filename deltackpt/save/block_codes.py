@@ -19,6 +19,7 @@ import numpy as np
 from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import encode_blocks
+from deltackpt.save.dense_references import Array
 
 #: Blocks that one thread encodes at once.
 _SPAN_BLOCKS = 1 << 14
@@ -63,7 +64,7 @@ class CodedLeaf(NamedTuple):
     """
 
     pieces: Sequence[CodedBlocks]
-    decoded: np.ndarray
+    decoded: Array
     codec: str
     reason: str
     error: float

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import xxhash
 
@@ -25,8 +26,10 @@ HASHED_BYTES = 64 << 10
 
 #: A value of the dense item: whether it is a file, and its key.
 Key = tuple[bool, str]
+#: In host memory, or on an accelerator.
+Array = np.ndarray | jax.Array
 #: What values decode to: leaves as (blocks, 256) of their dtype, plain ones as (n,) uint8.
-Decoded = Mapping[Key, np.ndarray]
+Decoded = Mapping[Key, Array]
 
 
 class Hashes(NamedTuple):
@@ -163,7 +166,7 @@ class References:
             dropped = self._kept.pop(save_id, Left())
         self.done_with(dropped.data.values())
 
-    def done_with(self, copies: Iterable[np.ndarray]) -> None:
+    def done_with(self, copies: Iterable[Array]) -> None:
         """Gives copies back that no save left."""
         with self._lock:
             held = {id(data) for left in self._kept.values() for data in left.data.values()}
@@ -182,7 +185,7 @@ class References:
             if found.nbytes <= room:
                 data[key], room = found, room - found.nbytes
             elif self._hashed and found.ndim == 2:
-                hashes[key] = Hashes.of(found)
+                hashes[key] = Hashes.of(np.asarray(found))
         return Left(data, left.counts, hashes)
 
     def _kept_bytes(self) -> int:

@@ -25,6 +25,7 @@ from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
 from deltackpt.format.dense_blocks import BLOCK, blocks_of
 from deltackpt.save import encode
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf
+from deltackpt.save.dense_references import Array
 
 #: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
 _SMALLEST = 2.0**-100
@@ -40,23 +41,25 @@ def takes(codec: str, dtype: str) -> bool:
     )
 
 
-def take(source: jax.Array, window: tuple[slice, ...]) -> jax.Array:
-    """A copy of part of an array as blocks, (blocks, 256), on its device.
+def take(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """A copy of part of an array as blocks, (blocks, 256), on its device, and the part's shape.
 
     It was dispatched before later steps can be: they may donate the array.
     """
-    return _taken(source, tuple((part.start, part.stop) for part in window))
+    bounds = [part.indices(size) for part, size in zip(window, source.shape, strict=True)]
+    shape = tuple(stop - start for start, stop, _ in bounds)
+    return _taken(source, tuple((start, stop) for start, stop, _ in bounds)), shape
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _taken(source: jax.Array, window: tuple[tuple[int | None, int | None], ...]) -> jax.Array:
+def _taken(source: jax.Array, window: tuple[tuple[int, int], ...]) -> jax.Array:
     flat = source[tuple(slice(*part) for part in window)].reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(blocks_of(flat.size), BLOCK)
 
 
 def encode_leaf_there(
     leaf: jax.Array,
-    reference: jax.Array | None,
+    reference: Array | None,
     codec: str,
     max_error: float | None,
     pool: Any,
@@ -76,7 +79,7 @@ def encode_leaf_there(
       skip_unchanged: whether blocks that did not change are left out.
     """
     asked, reason = codec, ""
-    while takes(codec, leaf.dtype.name) and reference is not None:
+    while takes(codec, leaf.dtype.name) and isinstance(reference, jax.Array):
         found = _encoded(codec, leaf, reference, skip_unchanged)
         if max_error is None or found.error <= max_error:
             return found._replace(codec=codec, reason=reason if codec != asked else "")
@@ -138,7 +141,7 @@ def _encoded(codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: 
     total = float(error[coded].sum(dtype=np.float64))
     whole = float(norm[np.isfinite(norm)].sum(dtype=np.float64))
     relative = math.sqrt(total / whole) if whole > 0 else (math.inf if total > 0 else 0.0)
-    return CodedLeaf(pieces, decoded, codec, "", relative)  # pyright: ignore[reportArgumentType]
+    return CodedLeaf(pieces, decoded, codec, "", relative)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -23,7 +23,8 @@ from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import part
 from deltackpt.save.branch import Written
-from deltackpt.save.dense_blocks import TakenDense, WrittenDense
+from deltackpt.save.coded_dense import WrittenDense
+from deltackpt.save.dense_blocks import TakenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of the dense item, encoded against what they were, and written as segments of blocks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from deltackpt.codecs import of_blocks
+from deltackpt.format import blocks, dense_blocks
+from deltackpt.format.dense_blocks import (
+    BLOCK,
+    BLOCKS,
+    PLAIN,
+    PLAIN_BYTES_OF,
+    BlockedValue,
+    DenseBlocks,
+)
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.format.figures import LeafFigures
+from deltackpt.format.manifest import ArrayEntry, RollingShare
+from deltackpt.format.segments import Segment
+from deltackpt.save import block_codes, device_blocks, leaf_parts
+from deltackpt.save.block_codes import CodedBlocks, CodedLeaf
+from deltackpt.save.dense_coding import Coding
+from deltackpt.save.dense_references import Array, Decoded, Hashes, Key
+from deltackpt.storage import arrays, parts
+from deltackpt.storage.parts import Place, StoredArrays
+
+#: Leaves whose codec a record explains.
+_MOST_REASONS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TakenValue:
+    """A value of the dense item in memory of its own.
+
+    Attributes:
+      key: of Orbax's database, or a file's path in the item.
+      file: whether it is a file.
+      data: (blocks, 256) of the leaf's dtype, filled up with zeros, in host memory or on its
+        device; of a plain value (n,) uint8.
+      count: numbers of the leaf; of a plain value its bytes.
+      shape: of the chunk; None of a plain value that is no array.
+      coding: how it is kept.
+      leaf: path of the leaf that it is of; empty where it is of none.
+    """
+
+    key: str
+    file: bool
+    data: Array
+    count: int
+    shape: tuple[int, ...] | None
+    dtype: np.dtype
+    coding: Coding
+    leaf: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is kept as bytes."""
+        return self.data.ndim == 1
+
+    @property
+    def array(self) -> np.ndarray:
+        """The chunk, or the bytes."""
+        data = np.asarray(self.data)
+        if self.shape is None:
+            return data
+        flat = data.reshape(-1)
+        found = flat.view(self.dtype) if self.plain else flat[: self.count]
+        return found.reshape(self.shape)
+
+
+class CodedValue(NamedTuple):
+    """A value that was encoded.
+
+    Attributes:
+      taken: what it was.
+      leaf: its blocks; None of a plain value.
+      decoded: what it will decode to, where ``taken`` is.
+      changed: whether anything of it is stored.
+    """
+
+    taken: TakenValue
+    leaf: CodedLeaf | None
+    decoded: Array
+    changed: bool
+
+
+def encode(
+    values: Sequence[TakenValue],
+    before: Decoded,
+    pool: concurrent.futures.Executor,
+    *,
+    skip_unchanged: bool = True,
+    hashes: Mapping[Key, Hashes] | None = None,
+    rolling: RollingShare | None = None,
+) -> list[CodedValue]:
+    """Encodes values against what they were, by what each is kept by.
+
+    Args:
+      values: of one process.
+      before: what those of the parent decode to; values that are not there are whole.
+      pool: encodes.
+      skip_unchanged: whether what did not change is left out.
+      hashes: of leaves of the parent that are not there.
+      rolling: the share that a save of a rolling base holds by itself.
+    """
+    found = []
+    for value in values:
+        key = value.file, value.key
+        reference = before.get(key)
+        if reference is not None and (
+            reference.shape != value.data.shape or reference.dtype != value.data.dtype
+        ):
+            reference = None
+        if value.plain:
+            same = (
+                skip_unchanged and reference is not None and bool((reference == value.data).all())
+            )
+            shared = rolling is not None and bool(leaf_parts.share_of(1, rolling, value.key))
+            found.append(CodedValue(value, None, value.data, not same or shared))
+            continue
+        hashed = None if hashes is None or rolling is not None else hashes.get(key)
+        leaf = _encoded(value, reference, hashed, rolling, pool, skip_unchanged)
+        found.append(CodedValue(value, leaf, leaf.decoded, bool(leaf.pieces)))
+    return found
+
+
+def _encoded(
+    value: TakenValue,
+    reference: Array | None,
+    hashed: Hashes | None,
+    rolling: RollingShare | None,
+    pool: concurrent.futures.Executor,
+    skip_unchanged: bool,
+) -> CodedLeaf:
+    data, (codec, max_error) = value.data, value.coding
+    there = reference is None or isinstance(reference, jax.Array)
+    if isinstance(data, jax.Array) and there and rolling is None and hashed is None:
+        return device_blocks.encode_leaf_there(
+            data, reference, codec, max_error, pool, skip_unchanged=skip_unchanged
+        )
+    data = np.asarray(data)
+    reference = None if reference is None else np.asarray(reference)
+    parts = None
+    if reference is not None and rolling is not None:
+        parts = leaf_parts.with_share(data, reference, rolling, value.key)
+    elif reference is None and hashed is not None:
+        parts = leaf_parts.by_hashes(data, hashed)
+    if parts is None:
+        return block_codes.encode_leaf(
+            data, reference, codec, max_error, pool, skip_unchanged=skip_unchanged
+        )
+    return leaf_parts.encode_parts(
+        data, parts, codec, max_error, pool, skip_unchanged=skip_unchanged
+    )
+
+
+class WrittenDense(NamedTuple):
+    """Encoded values that were written.
+
+    Attributes:
+      record: what the manifest says of them.
+      nbytes: of their files.
+      leaves: figures of each leaf of which this process has something.
+    """
+
+    record: DenseBlocks
+    nbytes: int
+    leaves: tuple[LeafFigures, ...]
+
+
+class CodedDense:
+    """Encoded values, ready to be written to a part or to frames."""
+
+    def __init__(self, values: Sequence[CodedValue]):
+        """Of one process, in the order of the item."""
+        self.values = values
+        described = [
+            BlockedValue(
+                key=one.taken.key,
+                file=one.taken.file,
+                dtype="uint8" if one.taken.plain else one.taken.data.dtype.name,
+                count=one.taken.count,
+                group=PLAIN if one.taken.plain else one.taken.data.dtype.name,
+                at=None,
+            )
+            for one in values
+        ]
+        at, placed = 0, []
+        for one, value in zip(values, described, strict=True):
+            if value.plain and one.changed:
+                value, at = dataclasses.replace(value, at=at), at + value.count
+            placed.append(value)
+        self._described = tuple(dense_blocks.laid_out(placed))
+
+    def write(self, place_of: Callable[[str], Place]) -> DenseBlocks:
+        """Writes the arrays of all segments.
+
+        Args:
+          place_of: where the segment of a name goes.
+        """
+        segments = list(self._plain(place_of))
+        for (group, codec), pieces in sorted(self._by_codec().items()):
+            place = place_of(f"dense.{group}.{codec}")
+            reason = self._reason(group, codec)
+            segments.append(_written(place, group, codec, pieces, reason))
+        return DenseBlocks(values=self._described, segments=tuple(segments))
+
+    def told(self, record: DenseBlocks) -> WrittenDense:
+        """What ``write`` has written, with figures by leaf.
+
+        The bytes of a segment are shared out by those of its arrays before compression.
+
+        Args:
+          record: of ``write``.
+        """
+        on_disk = {
+            (segment.group, encoding.codec): encoding.nbytes
+            for segment in record.segments
+            for encoding in segment.encodings
+        }
+        arrays_of = {
+            place: max(1, sum(piece.nbytes for piece in pieces))
+            for place, pieces in self._by_codec().items()
+        }
+        plain = sum(one.taken.count for one in self.values if one.changed and one.taken.plain)
+        if plain:
+            arrays_of[PLAIN, "raw"] = plain
+        shares = {place: on_disk[place] / nbytes for place, nbytes in arrays_of.items()}
+        by_leaf: dict[str, list[LeafFigures]] = {}
+        for one in self.values:
+            if one.taken.leaf:
+                by_leaf.setdefault(one.taken.leaf, []).append(_figures(one, shares))
+        leaves = tuple(LeafFigures.joined(found) for found in by_leaf.values())
+        return WrittenDense(record, sum(on_disk.values()), leaves)
+
+    def _reason(self, group: str, codec: str) -> str:
+        """Which leaves have another codec than the one that was asked for, and why."""
+        found = [
+            f"{one.taken.leaf}: {one.leaf.reason}"
+            for one, value in zip(self.values, self._described, strict=True)
+            if one.leaf is not None and one.leaf.reason and value.group == group
+            if any(piece.codec == codec for piece in one.leaf.pieces)
+        ]
+        told = "; ".join(dict.fromkeys(found[:_MOST_REASONS]))
+        return told if len(found) <= _MOST_REASONS else f"{told}; and others"
+
+    def _plain(self, place_of: Callable[[str], Place]) -> Iterator[Segment]:
+        held = [one.taken.data for one in self.values if one.changed and one.taken.plain]
+        total = sum(data.nbytes for data in held)
+        if not total:
+            return
+        place = place_of(f"dense.{PLAIN}")
+        entry = arrays.array_entry(PLAIN_BYTES_OF, (total,), np.dtype(np.uint8), zstd=True)
+        stored = parts.stored_field(
+            PLAIN_BYTES_OF,
+            parts.write_array(place, entry, [np.concatenate(held)]),
+            codec="raw",
+            reason="",
+            bounds=np.array([0, total]),
+        )
+        rows = range(total)
+        yield parts.stored_segment(place, PLAIN, (0, 1), rows, StoredArrays((), 0), [stored])
+
+    def _by_codec(self) -> dict[tuple[str, str], list[CodedBlocks]]:
+        """The pieces of each group and codec in order, their blocks counted in the group."""
+        found: dict[tuple[str, str], list[CodedBlocks]] = {}
+        for one, value in zip(self.values, self._described, strict=True):
+            for piece in () if one.leaf is None else one.leaf.pieces:
+                assert value.at is not None
+                moved = piece._replace(blocks=piece.blocks + value.at)
+                found.setdefault((value.group, piece.codec), []).append(moved)
+        return found
+
+
+def _figures(one: CodedValue, shares: Mapping[tuple[str, str], float]) -> LeafFigures:
+    """Figures of one value.
+
+    Args:
+      one: the value.
+      shares: group and codec to the bytes on disk of a byte before compression.
+    """
+    taken, leaf = one.taken, one.leaf
+    if leaf is None:
+        nbytes = round(taken.count * shares[PLAIN, "raw"]) if one.changed else 0
+        return LeafFigures(taken.leaf, "exact", "", taken.count, nbytes, 1, int(one.changed), 0.0)
+    group = taken.data.dtype.name
+    return LeafFigures(
+        leaf=taken.leaf,
+        codec=leaf.codec,
+        reason=leaf.reason,
+        raw_bytes=taken.count * taken.data.itemsize,
+        nbytes=round(sum(piece.nbytes * shares[group, piece.codec] for piece in leaf.pieces)),
+        blocks=len(taken.data),
+        changed_blocks=sum(len(piece.blocks) for piece in leaf.pieces),
+        relative_error=leaf.error,
+    )
+
+
+def _written(
+    place: Place, group: str, codec: str, pieces: Sequence[CodedBlocks], reason: str
+) -> Segment:
+    numbers = np.concatenate([piece.blocks for piece in pieces])
+    rows: blocks.Rows = numbers
+    if len(numbers) == numbers[-1] + 1 - numbers[0]:
+        rows = range(int(numbers[0]), int(numbers[-1]) + 1)
+    row_numbers = parts.write_rows(place, rows)
+    written = []
+    stored = of_blocks.get(codec).stored(dtype_of(group))
+    for suffix, array in stored.items():
+        held = [piece.arrays[suffix] for piece in pieces]
+        written.append(parts.write_array(place, entry_of(suffix, array, held), held))
+    field = parts.stored_field(
+        BLOCKS,
+        StoredArrays.joined(written),
+        codec=codec,
+        reason=reason,
+        bounds=np.array([0, len(rows)]),
+    )
+    return parts.stored_segment(place, group, (0, BLOCK), rows, row_numbers, [field])
+
+
+def entry_of(suffix: str, array: of_blocks.BlockArray, held: Sequence[np.ndarray]) -> ArrayEntry:
+    """The stored array of some blocks; chunks hold what 16 MiB do."""
+    count = sum(len(one) for one in held)
+    name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
+    shape = (count, *array.trailing)
+    return arrays.array_entry(
+        name, shape, array.dtype, zstd=array.zstd, byte_planes=array.byte_planes
+    )
