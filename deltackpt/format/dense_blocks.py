@@ -19,8 +19,8 @@ from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 #: Numbers of a block: what shares a scale.
 BLOCK = 256
-#: Smaller chunks are plain.
-PLAIN_BYTES = 4096
+#: Smaller chunks are plain: a block of float32 is larger.
+PLAIN_BYTES = 1024
 #: Group of the segment that holds plain values, and its only array.
 PLAIN, PLAIN_BYTES_OF = "plain", "bytes"
 #: Field of the blocks of a segment.
