@@ -410,7 +410,9 @@ class Dense:
         to what the parent decodes to, whose errors do not add up; ``"int8"``; for second moments
         ``"log8"`` and, as a difference, ``"log4"``. Lossy ones are taken only where asked for.
       max_error: most relative l2 error that a save may put into a leaf; one that would exceed it is
-        stored by the next more precise codec, at last exactly. None for no bound.
+        stored by the next more precise codec, at last exactly. So is a leaf without negative
+        numbers of which a linear code (``ef8``, ``ef4``, ``int8``) would lose more than one in a
+        hundred, by ``log8``. None for no bound.
       skip_unchanged: whether blocks whose bits are those of the parent are left out.
       max_reference_bytes: host memory of each process for what the last save decodes to, from which
         the next delta takes the difference. Of leaves for which there is no room a 128-bit hash of
@@ -418,8 +420,10 @@ class Dense:
         ``int8`` and ``log8`` where these are named, exact in the place of ``ef8``, ``ef4`` and
         ``log4``. Between saves a process keeps the bytes of its dense leaves twice, as references
         and for the copies of the next save; at the peak of a delta that is the same for exact
-        leaves, and 3.5 times the bytes for lossy ones (measured: 2.1 and 3.5). Without room it is
-        2.1 at the peak and 0.1 between saves, and hashing takes a pass over the leaves.
+        leaves, and 3.5 times the bytes for lossy ones (measured: 2.1 and 3.5, and for lossy leaves
+        3.4 between saves, too). Without room it is 2.1 at the peak and 0.1 between saves, and
+        hashing takes a pass over the leaves. Leaves on accelerators that have ``ef8`` or ``ef4``
+        keep their references there: their bytes once more, twice while a save is written.
 
     Example:
       >>> Dense(deltas="own", codec={"params/**": "ef4", "opt_state/**/nu/**": "log8"}).max_error

@@ -18,6 +18,7 @@ import deltackpt
 from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import device_blocks, extract
+from deltackpt.save.block_codes import encode_leaf
 
 POOL = ThreadPoolExecutor(2)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -107,6 +108,26 @@ def test_a_leaf_beyond_its_budget_is_wider_and_at_last_exact() -> None:
     assert same_bits(exact.decoded, now)
     alone = device_blocks.encode_leaf_there(jnp.asarray(now), None, "ef4", None, POOL)
     assert alone.codec == "exact" and same_bits(decoded(alone, np.zeros_like(now)), now)
+
+
+def test_numbers_that_are_all_positive_stay_so_whatever_code_was_asked_for() -> None:
+    random = np.random.default_rng(5)
+    before = (1e-2 * random.uniform(0.5, 2, (40, BLOCK))).astype(np.float32)
+    now = (before * random.uniform(1e-6, 1e-4, before.shape)).astype(np.float32)
+    # So large that the l2 error of the others is within the budget.
+    before[:, 0] = now[:, 0] = 10.0
+    for codec in ("ef4", "int8"):
+        found = encode_leaf(now, before, codec, 0.05, POOL)
+        assert found.codec == "log8" and f"{codec} would make" in found.reason
+        assert (found.decoded > 0).all()
+        loose = encode_leaf(now, before, codec, None, POOL)
+        assert loose.codec == codec and (loose.decoded <= 0).any()
+    there = device_blocks.encode_leaf_there(
+        jnp.asarray(now), jnp.asarray(before), "ef4", 0.05, POOL
+    )
+    assert there.codec == "log8" and "ef4 would make" in there.reason
+    assert isinstance(there.decoded, jax.Array)
+    assert same_bits(decoded(there, before), there.decoded)
 
 
 def test_what_is_taken_outlives_its_array() -> None:

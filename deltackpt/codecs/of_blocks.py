@@ -233,6 +233,8 @@ _CODECS: dict[str, BlockCodec] = {
 }
 #: What an option may name: ``exact`` chooses the smallest of the lossless ones for each block.
 EXACT = "exact"
+#: What keeps positive numbers positive, without a reference.
+LOGARITHM = "log8"
 #: The next more precise one; what is not here is followed by ``exact``.
 _WIDER = {"ef4": "ef8", "log4": "log8"}
 
@@ -255,6 +257,11 @@ def get(name: str) -> BlockCodec:
             f"codec {name!r} of dense leaves: expected one of {sorted(_CODECS)}, found an unknown "
             "name; install a newer deltackpt if a checkpoint asks for it"
         ) from None
+
+
+def is_linear(name: str) -> bool:
+    """Whether small numbers of a block may become 0, or change their sign, beside large ones."""
+    return isinstance(_CODECS.get(name), (Difference, Alone))
 
 
 def wider(name: str) -> str:

@@ -72,7 +72,7 @@ class Leaf:
     missing: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.missing = np.ones(len(self.data) if self.data.ndim == 2 else 1, bool)
+        self.missing = np.full(len(self.data) if self.data.ndim == 2 else 1, self.data.size > 0)
         if self.count < 0:
             self.count = self.data.size
 

@@ -26,6 +26,9 @@ _SPAN_BLOCKS = 1 << 14
 #: Most numbers of a block that are kept with their places, by bytes of a number: with more the
 #: other lossless codecs are smaller (bf16: byte planes of the XOR have a quarter of the bytes).
 _MOST_SPARSE = {1: 96, 2: 32, 4: 160, 8: 200}
+#: Most of the positive numbers of a leaf without negative ones that may be lost: such leaves are
+#: second moments, by whose roots an optimizer divides, and l2 errors do not feel the small ones.
+MOST_VANISHED = 0.01
 #: Bytes of numbers whose XOR gains by byte planes; wider ones lose time and gain a third.
 _PLANES_BYTES = 2
 #: Words of 8 bytes of a block that are looked at first.
@@ -96,12 +99,38 @@ def encode_leaf(
             codec = of_blocks.EXACT
         found = _encoded(leaf, reference, codec, pool, skip_unchanged)
         error = found.relative_error
-        if max_error is None or error <= max_error or codec == of_blocks.EXACT:
+        if max_error is None or codec == of_blocks.EXACT:
             break
-        reason = f"{codec} would change it by {error:.3g}, more than {max_error:g}"
-        codec = of_blocks.wider(codec)
+        if error > max_error:
+            reason = f"{codec} would change it by {error:.3g}, more than {max_error:g}"
+            codec = of_blocks.wider(codec)
+        elif (share := _vanished(leaf, found.decoded, codec)) > MOST_VANISHED:
+            reason = vanished_reason(codec, share)
+            codec = of_blocks.LOGARITHM
+        else:
+            break
     reason = reason if codec != asked else ""
     return CodedLeaf(_joined(found.pieces), found.decoded, codec, reason, error)
+
+
+def vanished_reason(codec: str, share: float) -> str:
+    """Why a linear code will not do for a leaf without negative numbers."""
+    return f"{codec} would make {share:.0%} of its numbers 0 or less, where none is negative"
+
+
+def _vanished(leaf: np.ndarray, decoded: np.ndarray, codec: str) -> float:
+    """Of a leaf without negative numbers, the share of the others that a linear code loses."""
+    if not of_blocks.is_linear(codec):
+        return 0.0
+    lost = total = 0
+    for first in range(0, len(leaf), _SPAN_BLOCKS):
+        rows, found = leaf[first : first + _SPAN_BLOCKS], decoded[first : first + _SPAN_BLOCKS]
+        # Nearly all leaves have some in the first span.
+        if not (rows >= 0).all():
+            return 0.0
+        total += int(np.count_nonzero(rows))
+        lost += int(np.count_nonzero((rows > 0) & (found <= 0)))
+    return lost / total if total else 0.0
 
 
 class _Span(NamedTuple):

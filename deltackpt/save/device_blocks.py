@@ -24,7 +24,13 @@ from deltackpt.codecs.of_blocks import Difference
 from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
 from deltackpt.format.dense_blocks import BLOCK, blocks_of
 from deltackpt.save import encode
-from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf
+from deltackpt.save.block_codes import (
+    MOST_VANISHED,
+    CodedBlocks,
+    CodedLeaf,
+    encode_leaf,
+    vanished_reason,
+)
 from deltackpt.save.dense_references import Array
 
 #: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
@@ -80,18 +86,25 @@ def encode_leaf_there(
     """
     asked, reason = codec, ""
     while takes(codec, leaf.dtype.name) and isinstance(reference, jax.Array):
-        found = _encoded(codec, leaf, reference, skip_unchanged)
-        if max_error is None or found.error <= max_error:
+        found, vanished = _encoded(codec, leaf, reference, skip_unchanged)
+        if max_error is not None and found.error > max_error:
+            reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
+            codec = of_blocks.wider(codec)
+        elif max_error is not None and vanished > MOST_VANISHED:
+            reason = vanished_reason(codec, vanished)
+            codec = of_blocks.LOGARITHM
+        else:
             return found._replace(codec=codec, reason=reason if codec != asked else "")
-        reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
-        codec = of_blocks.wider(codec)
     before = None if reference is None else np.asarray(reference)
-    exact = encode_leaf(
-        np.asarray(leaf), before, of_blocks.EXACT, None, pool, skip_unchanged=skip_unchanged
+    codec = codec if codec == of_blocks.LOGARITHM else of_blocks.EXACT
+    coded = encode_leaf(
+        np.asarray(leaf), before, codec, max_error, pool, skip_unchanged=skip_unchanged
     )
     reason = reason or f"{asked}: no reference"
-    decoded = leaf if exact.pieces or reference is None else reference
-    return exact._replace(decoded=decoded, reason=reason)
+    if coded.codec != of_blocks.EXACT:
+        return coded._replace(decoded=jax.device_put(coded.decoded, leaf.sharding), reason=reason)
+    decoded = leaf if coded.pieces or reference is None else reference
+    return coded._replace(decoded=decoded, reason=reason)
 
 
 class _OnDevice(NamedTuple):
@@ -104,6 +117,7 @@ class _OnDevice(NamedTuple):
       held: (n,) bool.
       squared_error: (n,) float32.
       squared_norm: likewise, of the leaf.
+      vanished: share of the positive numbers that are lost, 0 where there are negative ones.
     """
 
     arrays: dict[str, jax.Array]
@@ -112,9 +126,13 @@ class _OnDevice(NamedTuple):
     held: jax.Array
     squared_error: jax.Array
     squared_norm: jax.Array
+    vanished: jax.Array
 
 
-def _encoded(codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: bool) -> CodedLeaf:
+def _encoded(
+    codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: bool
+) -> tuple[CodedLeaf, float]:
+    """The leaf, and ``_OnDevice.vanished``."""
     code = of_blocks.get(codec)
     assert isinstance(code, Difference)
     found = _program(code.code, leaf, reference)
@@ -141,7 +159,7 @@ def _encoded(codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: 
     total = float(error[coded].sum(dtype=np.float64))
     whole = float(norm[np.isfinite(norm)].sum(dtype=np.float64))
     relative = math.sqrt(total / whole) if whole > 0 else (math.inf if total > 0 else 0.0)
-    return CodedLeaf(pieces, decoded, codec, "", relative)
+    return CodedLeaf(pieces, decoded, codec, "", relative), float(found.vanished)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -161,7 +179,14 @@ def _program(code: Uniform, now: jax.Array, before: jax.Array) -> _OnDevice:
         held=held,
         squared_error=jnp.sum(jnp.square(error), axis=1),
         squared_norm=jnp.sum(jnp.square(values), axis=1),
+        vanished=_vanished(now, jnp.where(coded, decoded, now)),
     )
+
+
+def _vanished(now: jax.Array, decoded: jax.Array) -> jax.Array:
+    lost = jnp.mean((now > 0) & (decoded <= 0), dtype=jnp.float32)
+    held = jnp.mean(now != 0, dtype=jnp.float32)
+    return jnp.where((now >= 0).all() & (held > 0), lost / jnp.where(held > 0, held, 1), 0)
 
 
 def _changes(code: Uniform, arrays: Any) -> jax.Array:
