@@ -32,7 +32,7 @@ def initial(seed: int = 0) -> dict[str, Any]:
         "params": {
             "w": jnp.asarray(rng.normal(size=(64, 300)), jnp.float32),
             "frozen": jnp.asarray(rng.normal(size=(40, 256)), jnp.float32),
-            "bias": jnp.asarray(rng.normal(size=300), jnp.float32),
+            "bias": jnp.asarray(rng.normal(size=200), jnp.float32),
         },
         "half": jnp.asarray(rng.normal(size=(30, 1001)), jnp.bfloat16),
         "nu": jnp.asarray(rng.random((64, 300)), jnp.float32),

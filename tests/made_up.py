@@ -34,6 +34,7 @@ class MadeUpSave:
     committed_at: float | None = None
     compacted: bool = False
     problem: str = ""
+    dense_nbytes: int | None = None
 
     @property
     def total_rows(self):

@@ -210,7 +210,8 @@ def test_orbax_takes_over_what_we_do_not_write(tmp_path, policy):
         odd = jax.device_put(jnp.ones(4), pinned)
         kept = loop.state
         loop.state = {**kept, "odd": odd}
-        saved = loop.save(saver, 3)
+        with pytest.warns(UserWarning, match="pinned memory of the host"):
+            saved = loop.save(saver, 3)
         loop.state = kept
         loop.steps(saver, 4, 5, 6, 7, 8)
         if saved.kind == "delta":

@@ -356,7 +356,7 @@ def test_codes_that_need_no_reference_are_read_once(tmp_path):
         with mock.patch.object(orbax_values._FileReader, "read", side_effect=AssertionError):
             found = straight(chain, None)
     assert {name.partition("/")[0] for name in read} == {"4"}
-    np.testing.assert_allclose(found["nu"], np.asarray(state["nu"]) + 4, atol=2e-3)
+    np.testing.assert_allclose(found["nu"], np.asarray(state["nu"]) + 4, atol=2.5e-2)
 
 
 @settings(max_examples=30, deadline=None)

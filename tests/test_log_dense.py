@@ -479,7 +479,7 @@ def test_files_of_a_frame_stay_in_the_item(key):
     data = b"".join(frames.encode(Place(0, 0, 1, 0), head, [], 0).buffers)
     prefix = frames.prefix_of(data[: frames.PREFIX_BYTES], "it")
     end = frames.PREFIX_BYTES + prefix.head_bytes
-    with pytest.raises(Damaged, match="path within"):
+    with pytest.raises(Damaged, match="a path in the item"):
         frames.head_of(prefix, data[frames.PREFIX_BYTES : end], 0, "it")
 
 

@@ -484,7 +484,7 @@ def test_after_closing_nothing_is_followed_and_versions_stay(tmp_path):
 # The log.
 
 
-@pytest.mark.parametrize("dense", ["whole", "xor"])
+@pytest.mark.parametrize("dense", ["whole", "delta"])
 def test_marks_of_the_log_are_followed(tmp_path, dense):
     with Trainer(tmp_path, log=deltackpt.LogOptions(dense=dense)) as trainer:
         trainer.save()

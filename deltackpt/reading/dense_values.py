@@ -9,6 +9,7 @@ laid it out. Then all that is needed is applied in order, oldest save first.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -47,6 +48,10 @@ class DenseValues(NamedTuple):
 
 class Base(Protocol):
     """The item of a base: ``orbax_values.OrbaxValues``."""
+
+    def nbytes(self, key: Key) -> int | None:
+        """Bytes of a value, as the item says; None where there is none."""
+        ...
 
     def fill(self, into: Mapping[Key, np.ndarray]) -> None:
         """Reads values to where they are wanted, verified.
@@ -197,6 +202,10 @@ class _Later:
         """The item; what it has verified it does not verify again."""
         return self.item_of(self.save)
 
+    def nbytes(self, key: Key) -> int | None:
+        """See ``Base``."""
+        return self.item.nbytes(key)
+
     def fill(self, into: Mapping[Key, np.ndarray]) -> None:
         """See ``Base``."""
         self.item.fill(into)
@@ -272,6 +281,7 @@ def values_of(
     Raises:
       Damaged: something is missing or altered.
     """
+    _check_lengths(sources, base, wanted)
     filling, lanes = Filling.of(sources[0], name, wanted, room=room), Lanes()
     with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
         for save in sources:
@@ -284,18 +294,51 @@ def values_of(
     return filling.values()
 
 
-def missing(sources: Sequence[Sequence[Source]], name: str) -> dict[Key, int]:
+def _check_lengths(
+    sources: Sequence[Sequence[Source]], base: Base | None, wanted: Callable[[str], bool]
+) -> None:
+    """Checks what values claim to have before memory is taken for them.
+
+    A value has no more blocks than saves hold of its group without a reference, or it is as long
+    as the base has it.
+
+    Raises:
+      Damaged: one is longer.
+    """
+    held: collections.Counter[str] = collections.Counter()
+    for source in (source for save in sources for source in save):
+        for segment in source.record.segments:
+            if segment.group == PLAIN or not dense_work.codec_of(segment, source.name).relative:
+                held[segment.group] += segment.count
+    for source in sources[0]:
+        for value in source.record.values:
+            key = value.file, value.key
+            if not (value.file or wanted(value.key)):
+                continue
+            if (value.count if value.plain else value.blocks) <= held[value.group]:
+                continue
+            if (found := None if base is None else base.nbytes(key)) != value.nbytes:
+                expected = f"{value.nbytes} bytes of {value.key} in the base"
+                raise Damaged(source.name, expected, "none" if found is None else f"{found}")
+
+
+def missing(
+    sources: Sequence[Sequence[Source]], base: StoredSave | None, name: str
+) -> dict[Key, int]:
     """Values that some saves do not complete, and their bytes: those that a base must have.
 
     Row numbers and plain values are read, and no codes.
 
     Args:
       sources: as for ``values_of``.
-      name: likewise.
+      base: that the oldest of them goes on from.
+      name: as for ``values_of``.
 
     Raises:
       Damaged: something is missing or altered, or cannot be.
     """
+    item = None if base is None else _Later(base, orbax_values.of_save, _uncounted)
+    _check_lengths(sources, item, lambda key: True)
 
     def nowhere(value: BlockedValue) -> np.ndarray:
         shape, dtype = shape_of(value), dtype_of(value.dtype)
@@ -358,8 +401,13 @@ class Filling:
                 key = value.file, value.key
                 if key in leaves:
                     raise Damaged(source.name, f"{value.key} of one process", "it twice")
-                if value.file or wanted(value.key):
+                if not (value.file or wanted(value.key)):
+                    continue
+                try:
                     leaves[key] = Leaf(key, room(value), value.count)
+                except MemoryError as error:
+                    found = f"{value.count} numbers of {value.key}"
+                    raise Damaged(source.name, "values that fit into memory", found) from error
         return cls(leaves, name)
 
     def missing(self) -> dict[Key, int]:
@@ -367,13 +415,13 @@ class Filling:
         return {
             key: leaf.count * leaf.data.itemsize
             for key, leaf in self._leaves.items()
-            if leaf.missing.any()
+            if not leaf.complete.all()
         }
 
     @property
     def complete(self) -> bool:
         """Whether older saves have nothing more to say."""
-        return not any(leaf.missing.any() for leaf in self._leaves.values())
+        return all(leaf.complete.all() for leaf in self._leaves.values())
 
     def leaf(self, value: BlockedValue, name: str) -> Leaf | None:
         """Where a value of an older save goes; None where it is not wanted.
@@ -382,7 +430,7 @@ class Filling:
           Damaged: it was of another kind then, and newer saves go on from it.
         """
         found = self._leaves.get((value.file, value.key))
-        if found is None or not found.missing.any():
+        if found is None or found.complete.all():
             return None
         shape = shape_of(value)
         if found.data.shape != shape or found.data.dtype != dtype_of(value.dtype):
@@ -392,7 +440,7 @@ class Filling:
 
     def fill_from(self, base: Base | None) -> None:
         """Takes what no save completes from the base."""
-        missing = {key: leaf for key, leaf in self._leaves.items() if leaf.missing.any()}
+        missing = {key: leaf for key, leaf in self._leaves.items() if not leaf.complete.all()}
         if not missing:
             return
         if base is None:
@@ -418,7 +466,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         if (leaf := filling.leaf(value, source.name)) is not None
     }
     done: list[tuple[Leaf, np.ndarray | slice]] = []
-    taken = {leaf: np.zeros(len(leaf.missing), bool) for leaf in wanted.values()}
+    taken = {leaf: np.zeros(len(leaf.complete), bool) for leaf in wanted.values()}
     for segment in source.record.segments:
         if segment.group == PLAIN:
             found = _fill_plain(source, segment, wanted)
@@ -434,7 +482,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
             if taken[leaf][numbers].any():
                 raise Damaged(source.name, f"each block of {value.key} once", "some twice")
             taken[leaf][numbers] = True
-            if len(numbers) and leaf.missing[numbers].any():
+            if len(numbers) and not leaf.complete[numbers].all():
                 parts.append((at, numbers, leaf))
         if not parts:
             continue
@@ -448,7 +496,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
                 if not chunk.codec.relative:
                     done.append((leaf, some))
     for leaf, numbers in done:
-        leaf.missing[numbers] = False
+        leaf.complete[numbers] = True
 
 
 def _fill_plain(

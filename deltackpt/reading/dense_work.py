@@ -62,17 +62,20 @@ class Leaf:
       data: (blocks, 256), or (n,) uint8.
       count: numbers; of a plain value bytes.
       writable: gives what is written in the place of ``data``; None where it is that itself.
-      missing: (blocks,) bool, what no save completes so far; of a plain value (1,).
+      complete: (blocks,) bool, what some save completes; of a plain value (1,). Memory that nobody
+        wrote yet is none: a record may claim any length.
     """
 
     key: Key
     data: np.ndarray
     count: int = -1
     writable: Callable[[Key], np.ndarray] | None = None
-    missing: np.ndarray = dataclasses.field(init=False)
+    complete: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.missing = np.full(len(self.data) if self.data.ndim == 2 else 1, self.data.size > 0)
+        self.complete = np.zeros(len(self.data) if self.data.ndim == 2 else 1, bool)
+        if not self.data.size:
+            self.complete[:] = True
         if self.count < 0:
             self.count = self.data.size
 
@@ -210,7 +213,7 @@ class Lanes:
             range(first, last + 1), [0, *cuts], [*cuts, len(numbers)], strict=True
         ):
             some = numbers[low:high]
-            if len(some) and leaf.missing[some].any():
+            if len(some) and not leaf.complete[some].all():
                 part = slice(at.start + int(low), at.start + int(high))
                 lane = self._lanes.setdefault((id(leaf), number), (leaf, []))
                 lane[1].append(Task(chunk, part, some))

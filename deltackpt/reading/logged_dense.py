@@ -154,6 +154,11 @@ class _Held(NamedTuple):
     values: Values
     name: str
 
+    def nbytes(self, key: Key) -> int | None:
+        """See ``Base``."""
+        found = self.values.get(key)
+        return None if found is None else found.nbytes
+
     def fill(self, into: Mapping[Key, np.ndarray]) -> None:
         """See ``Base``."""
         for key, out in into.items():
