@@ -30,6 +30,8 @@ from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
 
+#: Memory that is taken for a value whatever it claims to be.
+_SMALL_BYTES = 64 << 20
 #: Threads that read and decode.
 _READERS = 3
 
@@ -297,10 +299,10 @@ def values_of(
 def _check_lengths(
     sources: Sequence[Sequence[Source]], base: Base | None, wanted: Callable[[str], bool]
 ) -> None:
-    """Checks what values claim to have before memory is taken for them.
+    """Checks what large values claim to have before memory is taken for them.
 
     A value has no more blocks than saves hold of its group without a reference, or it is as long
-    as the base has it.
+    as the base has it. What is wrong with small ones is found, and named better, on the way.
 
     Raises:
       Damaged: one is longer.
@@ -313,7 +315,7 @@ def _check_lengths(
     for source in sources[0]:
         for value in source.record.values:
             key = value.file, value.key
-            if not (value.file or wanted(value.key)):
+            if value.nbytes <= _SMALL_BYTES or not (value.file or wanted(value.key)):
                 continue
             if (value.count if value.plain else value.blocks) <= held[value.group]:
                 continue
