@@ -147,13 +147,13 @@ class Sparse:
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The difference to the reference, by a symmetric uniform code with a scale for each block."""
+class _Linear:
+    """A uniform code with a scale for each block."""
 
     name: str
     code: Uniform
     lossless: bool = False
-    relative: bool = True
+    relative: bool = False
 
     def takes(self, dtype: str) -> bool:
         """See ``BlockCodec``."""
@@ -161,7 +161,15 @@ class Difference:
 
     def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
         """See ``BlockCodec``."""
-        return _stored(self.code)
+        found = self.code.stored((BLOCK,), np.dtype(np.float32))
+        return {name: BlockArray(one.trailing, one.dtype, zstd=True) for name, one in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference(_Linear):
+    """The difference to the reference, by a symmetric uniform code with a scale for each block."""
+
+    relative: bool = True
 
     def decode(
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
@@ -182,32 +190,16 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alone:
+class Alone(_Linear):
     """A symmetric uniform code of the numbers themselves, which needs no reference."""
 
-    name: str
-    code: Uniform
-    lossless: bool = False
     relative: bool = False
-
-    def takes(self, dtype: str) -> bool:
-        """See ``BlockCodec``."""
-        return dtype in FLOATS
-
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
-        """See ``BlockCodec``."""
-        return _stored(self.code)
 
     def decode(
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
     ) -> None:
         """See ``BlockCodec``."""
         self.code.decode(arrays, out)
-
-
-def _stored(code: Uniform) -> dict[str, BlockArray]:
-    found = code.stored((BLOCK,), np.dtype(np.float32))
-    return {name: BlockArray(one.trailing, one.dtype, zstd=True) for name, one in found.items()}
 
 
 def _uniform(name: str) -> Uniform:
@@ -261,7 +253,7 @@ def get(name: str) -> BlockCodec:
 
 def is_linear(name: str) -> bool:
     """Whether small numbers of a block may become 0, or change their sign, beside large ones."""
-    return isinstance(_CODECS.get(name), (Difference, Alone))
+    return isinstance(_CODECS.get(name), _Linear)
 
 
 def wider(name: str) -> str:
