@@ -48,11 +48,19 @@ _IN_MEMORY = Path("/dev/shm")
 _IN_MEMORY_BYTES = 4 << 30
 _RECORD = "record"
 _FIGURES = "figures"
-#: Files whose tests start clusters or many processes, which never run two at once.
+#: Files whose tests start clusters of Ray, which never run two at once.
+CLUSTERS = {
+    "test_jax_trainer",
+    "test_ray_demo",
+    "test_ray_preemption",
+    "test_service",
+    "test_service_buckets",
+    "test_service_kills",
+}
+#: Files whose tests start many processes, which never run two at once, but beside a cluster.
 CROWDED = {
     "test_benchmarks",
     "test_dlrm_multi",
-    "test_jax_trainer",
     "test_log_processes",
     "test_node_kills",
     "test_process_kills",
@@ -60,12 +68,7 @@ CROWDED = {
     "test_processes_failures",
     "test_processes_tracking",
     "test_step_kills",
-    "test_ray_demo",
-    "test_ray_preemption",
     "test_scaling",
-    "test_service",
-    "test_service_buckets",
-    "test_service_kills",
     "test_t5x_processes",
     "test_tiers_processes",
 }
@@ -139,8 +142,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives each test its make target and its worker.
 
-    Each file is the work of one of pytest-xdist's workers, and all crowded ones of the same; a test
-    with a group of its own may run beside the others of its file.
+    Each file is the work of one of pytest-xdist's workers, all crowded ones of the same, and so are
+    those with clusters; a test with a group of its own may run beside the others of its file.
     """
     for item in items:
         long = item.get_closest_marker("long") is not None
@@ -153,7 +156,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         stem = item.path.stem
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("crowded" if stem in CROWDED else stem))
+            group = "clusters" if stem in CLUSTERS else "crowded" if stem in CROWDED else stem
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

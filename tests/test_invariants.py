@@ -446,7 +446,12 @@ class ManagerMachine(RuleBasedStateMachine):
             self.move(rows)
             self.take()
         if during == "start":
-            self.manager.wait()
+            try:
+                self.manager.wait()
+            except SaveFailed as error:
+                # A fault of before has met this save.
+                assert self.faults.fired, error
+                self.pending = self.untold = None
             self.keep_pending()
             self.new_manager(self.codec, self.options).close()
         root = self.faults.copy_now()

@@ -416,7 +416,7 @@ def test_marks_below_the_last_two_steps_are_removed(tmp_path, training):
         manager.save(training.go(), training.state, touched=training.touched)
         manager.wait()
         assert len(list((tmp_path / "log" / "0" / "0").glob("*.seg"))) <= 4
-        assert min(point.step for point in manager.points()) > 4
+        assert all(point.step > 4 for point in manager.points())
 
 
 def test_a_damaged_step_costs_nothing_where_the_log_reaches_below_it(tmp_path, training):
