@@ -102,7 +102,7 @@ test-without-jax: $(READY) $(BARE)/.ready
 	$(BARE)/bin/python -m pytest tests/without_jax --runs build/runs $(ARGS)
 
 # Codecs, formats, saves, restores and the log: what another Python or jax may change, in minutes.
-QUICK := $(addprefix tests/, test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_inspect.py \
+QUICK := $(addprefix tests/, test_block_codes.py test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_inspect.py \
 	test_log.py test_manager.py test_merge.py test_root.py test_tables.py test_touched.py)
 # Without ray and what else only development needs.
 $(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml constraints-%.txt tools/make_venv.sh tools/pins.sh
