@@ -26,6 +26,9 @@ PLAIN, PLAIN_BYTES_OF = "plain", "bytes"
 #: Field of the blocks of a segment.
 BLOCKS = "blocks"
 
+#: A value of the item: whether it is a file, and its key.
+Key = tuple[bool, str]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockedValue:
@@ -126,7 +129,7 @@ def check(record: DenseBlocks) -> None:
     Raises:
       Unsound: it cannot be.
     """
-    keys: set[tuple[bool, str]] = set()
+    keys: set[Key] = set()
     ends: dict[str, int] = {}
     for value in record.values:
         place = f"values.{value.key}"

@@ -25,14 +25,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from deltackpt import codecs
-from deltackpt.format.names import DENSE_ITEM
+from deltackpt.format.names import DENSE_ITEM, PYTREE_METADATA
 from deltackpt.handlers import dense
 from deltackpt.reading.dense_values import DenseItem, DenseValues
 from deltackpt.resources import memory
 from deltackpt.restore.step_files import DenseFiles
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
-_METADATA = "_METADATA"
 #: Containers without leaves, by their names in Orbax's metadata.
 _EMPTY: Mapping[str, Callable[[], Any]] = {
     "Dict": dict,
@@ -110,7 +109,7 @@ class DenseLeaves:
         """
         self._item = item
         self._outline = item.outline
-        self._metadata = json.loads(bytes(self._outline.files[_METADATA]))
+        self._metadata = json.loads(bytes(self._outline.files[PYTREE_METADATA]))
         self._kinds: dict[KeyPath, str] = {}
         for entry in self._metadata["tree_metadata"].values():
             key = tuple(step["key"] for step in entry["key_metadata"])
@@ -244,7 +243,7 @@ class DenseLeaves:
             if tuple(step["key"] for step in entry["key_metadata"]) in keys
         }
         metadata = {**self._metadata, "tree_metadata": entries}
-        return {**self._outline.files, _METADATA: memoryview(json.dumps(metadata).encode())}
+        return {**self._outline.files, PYTREE_METADATA: memoryview(json.dumps(metadata).encode())}
 
     @contextlib.contextmanager
     def _folder(self, values: DenseValues) -> Iterator[epath.Path]:

@@ -20,11 +20,11 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import blocks, gaps, names
-from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks
+from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_work, orbax_values
-from deltackpt.reading.dense_work import Key, Lanes, Leaf, Source
+from deltackpt.reading.dense_work import Lanes, Leaf, Source
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory

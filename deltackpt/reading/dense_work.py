@@ -18,7 +18,7 @@ import numpy as np
 
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks
+from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 
@@ -26,9 +26,6 @@ from deltackpt.format.segments import ArrayEntry, Segment
 _STRETCH_BYTES = 4 << 20
 #: What a codec that cannot change scattered blocks where they lie is given at once.
 _GATHERED_BLOCKS = 1024
-
-#: A value of the item: whether it is a file, and its key.
-Key = tuple[bool, str]
 
 
 class Source(Protocol):

@@ -17,12 +17,12 @@ import zstandard
 
 from deltackpt.errors import Damaged
 from deltackpt.format import frames
-from deltackpt.format.dense_blocks import DenseBlocks
+from deltackpt.format.dense_blocks import DenseBlocks, Key
 from deltackpt.format.frames import BlocksHead, DenseHead, DenseValue, Kind, Place
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_values
-from deltackpt.reading.dense_values import DenseValues, Key
+from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog, damage_of
 from deltackpt.reading.stretches import Way
 from deltackpt.storage import frame_arrays

@@ -17,6 +17,7 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
+from deltackpt.format.dense_blocks import Key
 from deltackpt.reading.saves import StoredSave, check_dense
 from deltackpt.resources import memory, pages
 from deltackpt.storage import digests, ocdbt_index
@@ -32,9 +33,6 @@ _OF_DATABASE = ("d/", names.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
 #: What one call reads.
 _PIECE_BYTES = 8 << 20
 _READERS = 3
-
-#: A value of the item: whether it is a file, and its key.
-Key = tuple[bool, str]
 
 
 class OrbaxValues:

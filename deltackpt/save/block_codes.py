@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ _SPAN_BLOCKS = 1 << 14
 _MOST_SPARSE = {1: 96, 2: 32, 4: 160, 8: 200}
 #: Most of the positive numbers of a leaf without negative ones that may be lost: such leaves are
 #: second moments, by whose roots an optimizer divides, and l2 errors do not feel the small ones.
-MOST_VANISHED = 0.01
+_MOST_VANISHED = 0.01
 #: Bytes of numbers whose XOR gains by byte planes; wider ones lose time and gain a third.
 _PLANES_BYTES = 2
 #: Words of 8 bytes of a block that are looked at first.
@@ -92,30 +92,48 @@ def encode_leaf(
       pool: encodes spans.
       skip_unchanged: whether blocks that did not change are left out.
     """
-    asked, reason = codec, ""
-    while True:
+
+    def attempt(codec: str) -> tuple[CodedLeaf, Callable[[], float]]:
+        reason = ""
         if codec != of_blocks.EXACT and not _can(codec, leaf, reference):
             reason = f"{codec}: no reference" if reference is None else f"{codec}: {leaf.dtype}"
             codec = of_blocks.EXACT
         found = _encoded(leaf, reference, codec, pool, skip_unchanged)
-        error = found.relative_error
-        if max_error is None or codec == of_blocks.EXACT:
+        coded = CodedLeaf(found.pieces, found.decoded, codec, reason, found.relative_error)
+        return coded, lambda: _vanished(leaf, found.decoded, codec)
+
+    coded = within_budget(codec, max_error, attempt)
+    return coded._replace(pieces=_joined(coded.pieces))
+
+
+def within_budget(
+    codec: str,
+    max_error: float | None,
+    attempt: Callable[[str], tuple[CodedLeaf, Callable[[], float]]],
+) -> CodedLeaf:
+    """A leaf by the first of a codec and wider ones that will do.
+
+    Args:
+      codec: the first.
+      max_error: most relative l2 error of the leaf; None where any codec will do.
+      attempt: encodes it by a codec, or exactly where that cannot; and tells which share of the
+        positive numbers of a leaf without negative ones is lost.
+    """
+    reason = ""
+    while True:
+        found, vanished = attempt(codec)
+        if max_error is None or found.codec == of_blocks.EXACT:
             break
-        if error > max_error:
-            reason = f"{codec} would change it by {error:.3g}, more than {max_error:g}"
+        if found.error > max_error:
+            reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
             codec = of_blocks.wider(codec)
-        elif (share := _vanished(leaf, found.decoded, codec)) > MOST_VANISHED:
-            reason = vanished_reason(codec, share)
+        elif (share := vanished()) > _MOST_VANISHED:
+            lost = f"{share:.0%} of its numbers 0 or less, where none is negative"
+            reason = f"{codec} would make {lost}"
             codec = of_blocks.LOGARITHM
         else:
             break
-    reason = reason if codec != asked else ""
-    return CodedLeaf(_joined(found.pieces), found.decoded, codec, reason, error)
-
-
-def vanished_reason(codec: str, share: float) -> str:
-    """Why a linear code will not do for a leaf without negative numbers."""
-    return f"{codec} would make {share:.0%} of its numbers 0 or less, where none is negative"
+    return found._replace(reason=found.reason or reason)
 
 
 def _vanished(leaf: np.ndarray, decoded: np.ndarray, codec: str) -> float:
@@ -174,8 +192,7 @@ def _encoded(
         return _Encoded([], reference, 0.0)
     error = math.fsum(span.squared_error for span in spans)
     norm = math.fsum(span.squared_norm for span in spans)
-    relative = math.sqrt(error / norm) if norm > 0 else (math.inf if error > 0 else 0.0)
-    return _Encoded(pieces, decoded, relative)
+    return _Encoded(pieces, decoded, encode_blocks.relative(error, norm))
 
 
 def _joined(pieces: Iterable[CodedBlocks]) -> list[CodedBlocks]:

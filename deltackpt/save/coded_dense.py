@@ -20,6 +20,7 @@ from deltackpt.format.dense_blocks import (
     PLAIN_BYTES_OF,
     BlockedValue,
     DenseBlocks,
+    Key,
 )
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.figures import LeafFigures
@@ -28,7 +29,7 @@ from deltackpt.format.segments import Segment
 from deltackpt.save import block_codes, device_blocks, leaf_parts
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf
 from deltackpt.save.dense_coding import Coding
-from deltackpt.save.dense_references import Array, Decoded, Hashes, Key
+from deltackpt.save.dense_references import Array, Decoded, Hashes
 from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place, StoredArrays
 

@@ -17,14 +17,14 @@ import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
 from deltackpt.format import dense_blocks
-from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.format.dense_blocks import BLOCK, Key
 from deltackpt.format.manifest import DenseLeaf, RollingShare, SaveId, path_name
 from deltackpt.save import coded_dense, dense_layout, device_blocks, extract
 from deltackpt.save.coded_dense import CodedDense, TakenValue
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.dense_coding import Coding
 from deltackpt.save.dense_layout import Chunk
-from deltackpt.save.dense_references import Key, Left, References
+from deltackpt.save.dense_references import Left, References
 from deltackpt.storage.ocdbt import ZARRAY, Value
 
 #: Smaller leaves are copied into memory of their own: staging has whole MiB.

@@ -17,15 +17,13 @@ import jax
 import numpy as np
 import xxhash
 
-from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.format.dense_blocks import BLOCK, Key
 from deltackpt.format.manifest import SaveId
 from deltackpt.resources.staging import Staging
 
 #: Bytes that share a hash. A hash of 128 bits: two of any 2^50 differ but for odds of 2^-29.
 HASHED_BYTES = 64 << 10
 
-#: A value of the dense item: whether it is a file, and its key.
-Key = tuple[bool, str]
 #: In host memory, or on an accelerator.
 Array = np.ndarray | jax.Array
 #: What values decode to: leaves as (blocks, 256) of their dtype, plain ones as (n,) uint8.

@@ -11,7 +11,7 @@ are kept as they are.
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +23,8 @@ from deltackpt.codecs import of_blocks
 from deltackpt.codecs.of_blocks import Difference
 from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
 from deltackpt.format.dense_blocks import BLOCK, blocks_of
-from deltackpt.save import encode
-from deltackpt.save.block_codes import (
-    MOST_VANISHED,
-    CodedBlocks,
-    CodedLeaf,
-    encode_leaf,
-    vanished_reason,
-)
+from deltackpt.save import encode, encode_blocks
+from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf, within_budget
 from deltackpt.save.dense_references import Array
 
 #: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
@@ -84,27 +78,27 @@ def encode_leaf_there(
       pool: encodes spans on the host.
       skip_unchanged: whether blocks that did not change are left out.
     """
-    asked, reason = codec, ""
-    while takes(codec, leaf.dtype.name) and isinstance(reference, jax.Array):
-        found, vanished = _encoded(codec, leaf, reference, skip_unchanged)
-        if max_error is not None and found.error > max_error:
-            reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
-            codec = of_blocks.wider(codec)
-        elif max_error is not None and vanished > MOST_VANISHED:
-            reason = vanished_reason(codec, vanished)
-            codec = of_blocks.LOGARITHM
+
+    def attempt(codec: str) -> tuple[CodedLeaf, Callable[[], float]]:
+        if not takes(codec, leaf.dtype.name):
+            return on_host(codec), lambda: 0.0
+        if not isinstance(reference, jax.Array):
+            return on_host(of_blocks.EXACT, f"{codec}: no reference"), lambda: 0.0
+        found, share = _encoded(codec, leaf, reference, skip_unchanged)
+        return found, lambda: share
+
+    def on_host(codec: str, reason: str = "") -> CodedLeaf:
+        before = None if reference is None else np.asarray(reference)
+        coded = encode_leaf(
+            np.asarray(leaf), before, codec, max_error, pool, skip_unchanged=skip_unchanged
+        )
+        if coded.codec != of_blocks.EXACT:
+            decoded = jax.device_put(coded.decoded, leaf.sharding)
         else:
-            return found._replace(codec=codec, reason=reason if codec != asked else "")
-    before = None if reference is None else np.asarray(reference)
-    codec = codec if codec == of_blocks.LOGARITHM else of_blocks.EXACT
-    coded = encode_leaf(
-        np.asarray(leaf), before, codec, max_error, pool, skip_unchanged=skip_unchanged
-    )
-    reason = reason or f"{asked}: no reference"
-    if coded.codec != of_blocks.EXACT:
-        return coded._replace(decoded=jax.device_put(coded.decoded, leaf.sharding), reason=reason)
-    decoded = leaf if coded.pieces or reference is None else reference
-    return coded._replace(decoded=decoded, reason=reason)
+            decoded = leaf if coded.pieces or reference is None else reference
+        return coded._replace(decoded=decoded, reason=reason or coded.reason)
+
+    return within_budget(codec, max_error, attempt)
 
 
 class _OnDevice(NamedTuple):
@@ -139,7 +133,7 @@ def _encoded(
     small = (found.arrays, found.changed, found.held, found.squared_error, found.squared_norm)
     for array in jax.tree.leaves(small):
         array.copy_to_host_async()
-    arrays, changed, held, error, norm = jax.tree.map(np.asarray, small)
+    arrays, changed, held, lost, norm = jax.tree.map(np.asarray, small)
     if not skip_unchanged:
         changed = np.ones_like(changed)
     coded, left = np.flatnonzero(changed & held), np.flatnonzero(changed & ~held)
@@ -156,10 +150,10 @@ def _encoded(
         raw = of_blocks.get("raw").stored(rows.dtype)[""]
         pieces.append(CodedBlocks("raw", left, {"": rows.view(raw.dtype)}))
     decoded = found.decoded if pieces else reference
-    total = float(error[coded].sum(dtype=np.float64))
+    total = float(lost[coded].sum(dtype=np.float64))
     whole = float(norm[np.isfinite(norm)].sum(dtype=np.float64))
-    relative = math.sqrt(total / whole) if whole > 0 else (math.inf if total > 0 else 0.0)
-    return CodedLeaf(pieces, decoded, codec, "", relative), float(found.vanished)
+    error = encode_blocks.relative(total, whole)
+    return CodedLeaf(pieces, decoded, codec, "", error), float(found.vanished)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,6 +8,7 @@ the arithmetic of the codecs, so that the reference of the next save is what a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -131,3 +132,10 @@ def squares(blocks: np.ndarray, other: np.ndarray | None = None) -> float:
         return found
     exact = values.astype(np.float64)
     return float(np.square(exact[np.isfinite(exact)]).sum())
+
+
+def relative(squared_error: float, squared_norm: float) -> float:
+    """A relative l2 error, infinite where there is nothing that it is relative to."""
+    if squared_norm > 0:
+        return math.sqrt(squared_error / squared_norm)
+    return math.inf if squared_error > 0 else 0.0

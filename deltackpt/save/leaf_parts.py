@@ -8,7 +8,6 @@ into memory only hashes are known.
 from __future__ import annotations
 
 import concurrent.futures
-import math
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 
 from deltackpt.codecs import of_blocks
 from deltackpt.format.manifest import RollingShare
-from deltackpt.save import block_codes
+from deltackpt.save import block_codes, encode_blocks
 from deltackpt.save.block_codes import CodedLeaf
 from deltackpt.save.dense_references import Hashes
 
@@ -136,12 +135,6 @@ def _error_of(leaf: np.ndarray, parts: Sequence[tuple[LeafPart, float]]) -> floa
     """Relative l2 error of a leaf by those of its parts."""
     if not any(error for _, error in parts):
         return 0.0
-    squares = sum(error**2 * _squares(leaf[part.blocks]) for part, error in parts)
-    norm = _squares(leaf)
-    return math.sqrt(squares / norm) if norm else 0.0
-
-
-def _squares(blocks: np.ndarray) -> float:
-    values = blocks.astype(np.float32, copy=False).reshape(-1)
-    found = float(np.dot(values, values))
-    return found if math.isfinite(found) else 0.0
+    squares = encode_blocks.squares
+    lost = sum(error**2 * squares(leaf[part.blocks]) for part, error in parts)
+    return encode_blocks.relative(lost, squares(leaf))

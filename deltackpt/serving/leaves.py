@@ -14,8 +14,8 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import dtypes, globs
+from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, path_name
-from deltackpt.reading.dense_values import Key
 from deltackpt.serving.buffers import Buffer
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 

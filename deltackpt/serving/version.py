@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from deltackpt.format.chain import SaveInfo
+from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
-from deltackpt.reading.dense_values import Key
 from deltackpt.reading.stretches import LogPoint
 from deltackpt.serving.buffers import Buffer
 from deltackpt.serving.leaves import LeafArray

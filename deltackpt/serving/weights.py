@@ -15,13 +15,13 @@ import numpy as np
 
 from deltackpt.errors import Damaged, DamagedLog
 from deltackpt.format import dense_blocks, names
-from deltackpt.format.dense_blocks import BLOCK, BlockedValue
+from deltackpt.format.dense_blocks import BLOCK, BlockedValue, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.frames import Kind
 from deltackpt.format.manifest import DenseLeaf, path_name
 from deltackpt.inspect.dense import DenseItem
 from deltackpt.reading import dense_values, logged_dense, saves
-from deltackpt.reading.dense_values import Key, shape_of
+from deltackpt.reading.dense_values import shape_of
 from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Way
