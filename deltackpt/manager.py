@@ -416,7 +416,7 @@ class CheckpointManager:
             step = names.as_step(step)
             split = self._saver.split(state, dense_fault=dense.fault)
             self._saver.go_back(split, touched)
-            call = Call(touched, ids, items, full, started, self._saver.is_lost)
+            call = Call(touched, ids, items, full, started, self._saver.may_commit)
             found = self._recorder.log(step, split, call)
             if isinstance(found, Logged):
                 return found
@@ -434,6 +434,9 @@ class CheckpointManager:
     def wait_logged(self, timeout_secs: float | None = None) -> LogPoint | int | None:
         """Waits until all that this process has logged is as durable as steps are.
 
+        So it waits as well for the save that the marks lead down to, where that is in flight: of a
+        new run the first one. Later marks lead down to a step that stands.
+
         Args:
           timeout_secs: the longest wait; ``LogOptions.deadline_secs`` by default.
 
@@ -444,13 +447,23 @@ class CheckpointManager:
         Raises:
           WaitTimeout: it is not within that time; nothing is lost.
           LogFailed: some of it could not be made durable; no touched row is lost.
+          SaveFailed: the save that the marks lead down to has failed; the next ``log()`` saves.
           FencedError: another trainer has taken over the directory.
         """
+        limit = timeout_secs
+        if limit is None:
+            limit = (self.options.log or LogOptions()).deadline_secs
+        deadline = time.monotonic() + limit
         with self._lock:
             self._check_usable(writing=True)
-            limit = (self.options.log or LogOptions()).deadline_secs
             assert self._recorder is not None
-            return self._recorder.wait(limit if timeout_secs is None else timeout_secs)
+            found = self._recorder.wait(limit)
+            if self._recorder.is_anchored:
+                return found
+            failure = self._saver.settle(max(0.0, deadline - time.monotonic()))
+            if failure is not None:
+                raise failure.error(None) from failure.cause
+            return self._recorder.recovery(fresh=True)
 
     def points(self) -> list[LogPoint]:
         """Full points of the log that can be restored by way of a committed step, newest first.

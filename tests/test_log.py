@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from unittest import mock
 
@@ -15,7 +16,7 @@ import pytest
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import FencedError, OptionError, SaveFailed, TrackingError
+from deltackpt.errors import FencedError, OptionError, SaveFailed, TrackingError, WaitTimeout
 from deltackpt.reading.stretches import LogPoint
 from deltackpt.storage import writer
 
@@ -346,6 +347,38 @@ def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(tmp
         assert [point.step for point in manager.points()][0] == training.step
     with manager_of(tmp_path) as manager:
         assert restored(manager, training).step == training.step
+
+
+def test_marks_are_waited_for_with_the_first_step_that_they_lead_down_to(tmp_path, training):
+    gate, finish = threading.Event(), writer.ArrayWriter.finish
+
+    def held(self, *args, **options):
+        gate.wait(60)
+        return finish(self, *args, **options)
+
+    with manager_of(tmp_path) as manager:
+        with mock.patch.object(writer.ArrayWriter, "finish", held):
+            manager.save(training.go(), training.state, touched=training.touched)
+            training.log(manager)
+            with pytest.raises(WaitTimeout):
+                manager.wait_logged(0.2)
+            gate.set()
+            assert manager.wait_logged().step == training.step
+        assert manager.points()[0].step == training.step
+
+
+def test_where_the_first_step_fails_who_waits_for_marks_is_told_and_the_next_saves(
+    tmp_path, training
+):
+    with manager_of(tmp_path) as manager:
+        with mock.patch.object(writer.ArrayWriter, "finish", side_effect=OSError(28, "full")):
+            manager.save(training.go(), training.state, touched=training.touched)
+            training.log(manager)
+            with pytest.raises(SaveFailed):
+                manager.wait_logged()
+        assert training.log(manager).saved is not None
+        training.log(manager)
+        assert manager.wait_logged().step == training.step
 
 
 def test_without_anything_to_go_on_from_the_step_is_saved_instead(tmp_path, training):

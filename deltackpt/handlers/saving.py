@@ -403,6 +403,11 @@ class Saver:
         """Whether a save failed, and that was not raised yet."""
         return self._untold is not None or (self.in_flight is not None and self.in_flight.is_lost)
 
+    @property
+    def may_commit(self) -> bool:
+        """Whether a save is in flight, or to be settled, that has not failed."""
+        return self.in_flight is not None and not self.in_flight.is_lost
+
     def busy(self) -> bool:
         """Whether a save of this process is in flight."""
         return self.in_flight is not None and not self.in_flight.future.done()

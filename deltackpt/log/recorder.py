@@ -55,14 +55,17 @@ class Due(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What ``log()`` was given beside state and step; see ``CheckpointManager.log``."""
+    """What ``log()`` was given beside state and step; see ``CheckpointManager.log``.
+
+    ``may_commit`` is whether a save is in flight that has not failed.
+    """
 
     touched: TouchState | None
     ids: Mapping[str, Any] | None
     items: Mapping[str, Any] | None
     full: bool | None
     started: float
-    lost: bool
+    may_commit: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,7 +167,7 @@ class Recorder:
         touched = self._run.touched_rows(split, call.touched)
         marks = Embeddings(split=split, touched=touched).marks
         clocks = snapshot.clocks_of(split, marks)
-        reason, refused = self._due(split, clocks, call.lost, failure)
+        reason, refused = self._due(split, clocks, call.may_commit, failure)
         self._check_above(step)
         if reason is None:
             # Steps that training left are newer than its marks.
@@ -274,7 +277,7 @@ class Recorder:
             )
 
     def _due(
-        self, split: Split, clocks: Clocks, lost: bool, failure: Failure | None
+        self, split: Split, clocks: Clocks, may_commit: bool, failure: Failure | None
     ) -> tuple[str | None, bool]:
         """Why a step must be saved; and whether this process alone can take no mark."""
         if any(clock_exhausted(reading.clock) for reading in clocks.readings):
@@ -285,7 +288,7 @@ class Recorder:
             return reason or agreed.reason, False
         if reason is not None:
             return (None, True) if needs.waits_for_others(split.layout) else (reason, False)
-        rootless = lost and self._chain is not None and not self._anchored(self._chain)
+        rootless = not may_commit and not self.is_anchored
         return needs.alone(self._writer, split.layout, failure, rootless=rootless), False
 
     def _why_not(self, split: Split, clocks: Clocks) -> str | None:
@@ -371,13 +374,21 @@ class Recorder:
             return point
         return step
 
+    @property
+    def is_anchored(self) -> bool:
+        """Whether what marks lead down to stands, if there is anything: else they are no points."""
+        return self._chain is None or self._anchored(self._chain)
+
     def _anchored(self, chain: _Chain) -> bool:
         if not chain.committed:
             chain.committed = self._run.lineage.is_committed(chain.anchor)
         return chain.committed
 
     def wait(self, timeout_secs: float) -> LogPoint | int | None:
-        """Returns when all marks of this process are durable; as ``wait_logged``.
+        """Returns when all marks of this process are durable.
+
+        Returns:
+          What a restore would find, as far as is known.
 
         Raises:
           WaitTimeout: they are not within that time.
