@@ -173,6 +173,61 @@ def test_a_point_is_restored_on_another_sharding_of_tables_and_dense_leaves(tmp_
         )
 
 
+def at_a_point_with_two_steps_above(manager, training):
+    """Training goes on from point 2, on step 0, and has saved twice since."""
+    assert restored(manager, training).point is not None and training.step == 2
+    training.save(manager)
+    # The log learns of it once this one is waited for: a restore does not tell it.
+    manager.save(training.go(), training.state, touched=training.touched)
+
+
+def logged_to_point_2(root, training):
+    with manager_of(root) as manager:
+        training.begin(manager)
+        training.log(manager)
+        training.log(manager)
+
+
+def test_marks_of_a_point_that_training_has_gone_back_to_are_not_trimmed(tmp_path, training):
+    logged_to_point_2(tmp_path, training)
+    with manager_of(tmp_path) as manager:
+        at_a_point_with_two_steps_above(manager, training)
+        training.goes_on_from(manager.restore(2, training.state))
+        # What the run that was left has committed says nothing of what this one needs.
+        manager.wait_logged()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert training.log(manager).kind == "full"
+        training.log(manager)
+        assert manager.wait_logged().step == training.step
+    with manager_of(tmp_path) as manager:
+        expected = training.step
+        assert restored(manager, training).step == expected
+
+
+def test_where_the_marks_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_path, training):
+    logged_to_point_2(tmp_path, training)
+    with manager_of(tmp_path) as manager:
+        at_a_point_with_two_steps_above(manager, training)
+        looked_at = manager.restore(2, training.state)
+        # It goes on with what it had, and marks below two steps are trimmed.
+        for _ in range(3):
+            training.save(manager)
+        training.log(manager)
+        manager.restore(training.step - 1, training.state)
+        assert not list(tmp_path.glob("log/0/*/*.seg"))
+        training.state, training.touched = looked_at.state, looked_at.touched
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logged = training.log(manager)
+        assert logged.saved is not None and logged.saved.kind == "delta"
+        training.log(manager)
+        assert manager.wait_logged().step == training.step
+    with manager_of(tmp_path) as manager:
+        expected = training.step
+        assert restored(manager, training).step == expected
+
+
 def test_points_above_a_step_that_training_goes_on_from_are_dead(tmp_path, training):
     with manager_of(tmp_path) as manager:
         training.begin(manager)
@@ -330,7 +385,8 @@ def test_rows_that_verify_tracking_finds_unmarked_end_the_points_of_the_run(tmp_
         training.log(manager)
         manager.wait_logged()
     with manager_of(tmp_path) as manager:
-        assert restored(manager, training).step == training.step
+        expected = training.step
+        assert restored(manager, training).step == expected
 
 
 def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(tmp_path, training):
@@ -346,7 +402,8 @@ def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(tmp
         manager.wait_logged()
         assert [point.step for point in manager.points()][0] == training.step
     with manager_of(tmp_path) as manager:
-        assert restored(manager, training).step == training.step
+        expected = training.step
+        assert restored(manager, training).step == expected
 
 
 def test_marks_are_waited_for_with_the_first_step_that_they_lead_down_to(tmp_path, training):

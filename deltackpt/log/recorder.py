@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from deltackpt import events
 from deltackpt.errors import OptionError, StorageError, TrackingError, WaitTimeout
 from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.stretches import Continues
 from deltackpt.handlers.run import Run, keeper
 from deltackpt.log import taking, trimming
 from deltackpt.log.batch import Item, items_of
@@ -46,6 +47,8 @@ from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
+
+_GONE = "the marks that led to the point which training goes on from are gone"
 
 
 class Due(NamedTuple):
@@ -125,6 +128,10 @@ class Recorder:
         self._owed: list[Rows] = []
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
+        #: Whether marks that a run went on from may have been trimmed by this manager.
+        self._may_have_trimmed = False
+        #: The point of this run that was: its marks lead to it no more.
+        self._lost: Continues | None = None
         self._staging = Staging((self._options or LogOptions()).buffer_bytes)
         #: What the dense leaves of the newest full mark decode to: never those of saves.
         self._references: DenseKeeper | None = None
@@ -173,7 +180,7 @@ class Recorder:
             # Steps that training left are newer than its marks.
             self._run.roll_back(step)
             if not self._begun or self._layout != split.layout:
-                self._open(split)
+                reason = self._open(split)
         items = items_of(call.items)
         rows = None if call.ids is None else taking.rows_of(call.ids, split)
         if rows is not None and self._chain is not None:
@@ -303,6 +310,8 @@ class Recorder:
         if reason is not None and (known := self._run.lineage.newest_known) is not None:
             # It may be newer than what the marks go on from.
             reason = self._unfit(known, split, clocks)
+            if reason is None and known.continues is not None and known.continues == self._lost:
+                reason = _GONE
             if reason is None:
                 self._root_at(known)
         return reason
@@ -363,9 +372,13 @@ class Recorder:
         Args:
           fresh: whether other processes are asked how far they are, however lately they were.
         """
-        if (newest := self._run.lineage.newest_committed) is not None:
-            self._note_committed(newest)
+        newest = self._run.lineage.newest_committed
         step = None if newest is None else newest.step
+        if self._run.lineage.run != self._of_run:
+            # Training has gone back: what it left leads nowhere, and nothing of it is trimmed.
+            return step
+        if newest is not None:
+            self._note_committed(newest)
         stretch, chain = self._stretch, self._chain
         point = None
         if stretch is not None and chain is not None and self._anchored(chain):
@@ -404,7 +417,12 @@ class Recorder:
         return self.recovery(fresh=True)
 
     def settle_quietly(self) -> None:
-        """Waits until all marks are durable, or have failed; the next ``log()`` tells of that."""
+        """Waits until all marks are durable, or have failed; the next ``log()`` tells of that.
+
+        Nothing is being trimmed then, and so no point goes while it is restored and gone on from.
+        """
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
         if self._options is not None and (writer := self._writer) is not None:
             try:
                 writer.wait(self._options.deadline_secs)
@@ -432,8 +450,12 @@ class Recorder:
         if not self._begun:
             self._open(split)
 
-    def _open(self, split: Split) -> None:
-        """Begins a stretch: all processes do, at the same call."""
+    def _open(self, split: Split) -> str | None:
+        """Begins a stretch: all processes do, at the same call.
+
+        Returns:
+          Why all save a step before they take a mark; None where they need not.
+        """
         run, logs = self._run, self._options is not None
         # As before a save: a stage without what is logged is none to go on from.
         run.held.begin(run.lineage.goes_on, run.lineage.run)
@@ -441,22 +463,28 @@ class Recorder:
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None
 
-        def write() -> int | None:
+        def write() -> tuple[int | None, bool]:
             if not logs and not self._logs.numbers():
-                return None
+                return None, True
+            leads = True
+            if continues is not None and known is not None and self._may_have_trimmed:
+                leads = self._logs.leads(known.info.save_id, continues)
             run.held.check_lease()
-            return write_head(
+            number = write_head(
                 self._logs,
                 run=run.lineage.run,
                 layout=split.layout if logs else None,
                 process_count=run.among.count if logs else 0,
                 base=None if known is None else known.info.save_id,
-                continues=continues,
+                continues=continues if leads else None,
                 directory=None if self._options is None else self._options.backend.directory,
                 log_dir=run.held.log_dir,
             )
+            return number, leads
 
-        number = run.among.of_first("beginning the log", write, fatal=True)
+        number, leads = run.among.of_first("beginning the log", write, fatal=True)
+        if not leads:
+            self._chain, self._lost = None, continues
         self._needs.end()
         if self._stretch is not None:
             self._owed.append(self._stretch.close())
@@ -470,6 +498,7 @@ class Recorder:
             self._stretch, self._ended = stretch, None
             self._needs.begin(stretch, split.layout, self._calls)
         self._begun, self._layout = True, split.layout
+        return None if leads else _GONE
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
         """See ``Log``."""
@@ -490,6 +519,7 @@ class Recorder:
         lineage = self._run.lineage
         if (newest := lineage.newest_committed) is not None:
             self._note_committed(newest)
+        self._may_have_trimmed = True
         if self._options is None:
             return
         known, chain = lineage.newest_known, self._chain
@@ -541,7 +571,7 @@ class Recorder:
         if lineage.run == self._of_run:
             return
         self._of_run, self._begun, self._ended = lineage.run, False, None
-        self._chain = None
+        self._chain = self._lost = None
         self._needs.forget()
         self._newest_step = -1
         self._given_rows.forget()

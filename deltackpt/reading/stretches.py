@@ -19,7 +19,7 @@ from typing import NamedTuple
 from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.format import stretches
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.reading import bounds
 from deltackpt.reading.log_files import Mark, ProcessLog
 from deltackpt.reading.log_places import LogFolder, LogPlaces
@@ -314,6 +314,24 @@ class Logs:
             action = "nobody knows which points count; restore a step: restore_latest(log=None)"
             raise Damaged(error.object_name, error.expected, error.found, action) from error
         return History(tuple(self._eras(newest)))
+
+    def leads(self, step: SaveId, to: Continues) -> bool:
+        """Whether the marks from a step to a point stand, whatever counts now.
+
+        Args:
+          step: save id of a committed step below the point.
+          to: the point.
+
+        Raises:
+          FormatTooNew: a later version of deltackpt wrote a head.
+          StorageError: the logs cannot be read.
+        """
+        try:
+            head = self.head(to.stretch)
+        except (Damaged, Missing):
+            return False
+        point = LogPoint(to.stretch, to.save_id, True, 0.0)
+        return History(tuple(self._eras(head))).way(point, step) is not None
 
     def _forget(self, stretch: int) -> None:
         self._heads.pop(stretch, None)
