@@ -139,7 +139,7 @@ def by_folder(chain, abstract: dict | None) -> dict:
 
 
 def straight(chain, abstract: dict | None) -> dict:
-    return DenseLeaves(DenseItem(chain)).restored(abstract, LAST)
+    return DenseLeaves(DenseItem(chain)).restored(abstract, LAST).leaves
 
 
 def told(way, chain, abstract):

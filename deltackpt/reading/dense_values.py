@@ -468,7 +468,8 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         if (leaf := filling.leaf(value, source.name)) is not None
     }
     done: list[tuple[Leaf, np.ndarray | slice]] = []
-    taken = {leaf: np.zeros(len(leaf.complete), bool) for leaf in wanted.values()}
+    segments = collections.Counter(segment.group for segment in source.record.segments)
+    taken: dict[Leaf, np.ndarray] = {}
     for segment in source.record.segments:
         if segment.group == PLAIN:
             found = _fill_plain(source, segment, wanted)
@@ -480,11 +481,13 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         for value, leaf in of_group:
             assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            numbers = np.asarray(rows[at], np.int64) - value.at
-            if taken[leaf][numbers].any():
-                raise Damaged(source.name, f"each block of {value.key} once", "some twice")
-            taken[leaf][numbers] = True
-            if len(numbers) and not leaf.complete[numbers].all():
+            numbers = _numbers(rows[at], value.at)
+            if segments[segment.group] > 1:  # By themselves, rows of a segment ascend.
+                others = taken.setdefault(leaf, np.zeros(len(leaf.complete), bool))
+                if others[numbers].any():
+                    raise Damaged(source.name, f"each block of {value.key} once", "some twice")
+                others[numbers] = True
+            if leaf.lacks(numbers):
                 parts.append((at, numbers, leaf))
         if not parts:
             continue
@@ -499,6 +502,14 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
                     done.append((leaf, some))
     for leaf, numbers in done:
         leaf.complete[numbers] = True
+
+
+def _numbers(rows: blocks.Rows, first: int) -> np.ndarray:
+    """Rows of a group as numbers of the blocks of a value, int64."""
+    if isinstance(rows, range):
+        return np.arange(rows.start - first, rows.stop - first)
+    numbers = np.asarray(rows, np.int64)
+    return numbers - first if first else numbers
 
 
 def _fill_plain(

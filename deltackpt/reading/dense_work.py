@@ -81,6 +81,14 @@ class Leaf:
         if self.writable is not None:
             self.data, self.writable = self.writable(self.key), None
 
+    def lacks(self, numbers: np.ndarray) -> bool:
+        """Whether some of these blocks, which ascend, are not complete."""
+        if not len(numbers):
+            return False
+        # Mostly none is, which is quicker to see than to look each of them up.
+        around = self.complete[numbers[0] : numbers[-1] + 1]
+        return not around.any() or not self.complete[numbers].all()
+
     @property
     def bytes(self) -> np.ndarray:
         """The bytes of the value, (n,) uint8."""
@@ -210,7 +218,7 @@ class Lanes:
             range(first, last + 1), [0, *cuts], [*cuts, len(numbers)], strict=True
         ):
             some = numbers[low:high]
-            if len(some) and not leaf.complete[some].all():
+            if leaf.lacks(some):
                 part = slice(at.start + int(low), at.start + int(high))
                 lane = self._lanes.setdefault((id(leaf), number), (leaf, []))
                 lane[1].append(Task(chunk, part, some))

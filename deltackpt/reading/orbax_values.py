@@ -129,6 +129,18 @@ class OrbaxValues:
                 reader.check([next(sums) for _ in reader.pieces])
         self._sound |= files
 
+    def check_rest(self) -> None:
+        """Checks the files of the database that nothing was read of, where digests name them.
+
+        Raises:
+          Damaged: the first that is missing or altered.
+        """
+        known = self._expected or {}
+        seen = self._sound.union(self._files)
+        rest = {name: digest for name, digest in known.items() if name not in seen}
+        for damage in digests.check_files(self._item_dir, rest, shown=self.name):
+            raise damage
+
     def _reader(self, file: str, values: Sequence[tuple[Extent, np.ndarray]]) -> _FileReader:
         shown = f"{self.name}/{file}"
         expected = None
