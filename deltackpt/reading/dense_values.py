@@ -25,7 +25,7 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.dense_work import Lanes, Leaf, Source
-from deltackpt.reading.orbax_values import OrbaxValues
+from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
@@ -55,11 +55,13 @@ class Base(Protocol):
         """Bytes of a value, as the item says; None where there is none."""
         ...
 
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ...) -> None:
         """Reads values to where they are wanted, verified.
 
         Args:
           into: (bytes,) uint8, of each value that is wanted.
+          on_filled: may be called with ranges of bytes that are there, from several threads, before
+            they are verified and, of any range, once: they may be changed from then on.
 
         Raises:
           Damaged: one is missing, altered, or of another length.
@@ -208,9 +210,9 @@ class _Later:
         """See ``Base``."""
         return self.item.nbytes(key)
 
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
         """See ``Base``."""
-        self.item.fill(into)
+        self.item.fill(into, on_filled)
         self.on_bytes(sum(out.nbytes for out in into.values()))
 
     def all(self, wanted: Callable[[str], bool]) -> DenseValues:
@@ -291,7 +293,8 @@ def values_of(
                 break
             for source in save:
                 _add(source, filling, lanes)
-        filling.fill_from(base)
+        lanes.prepare(pool)
+        filling.fill_from(base, lanes)
         lanes.run(pool)
     return filling.values()
 
@@ -440,17 +443,20 @@ class Filling:
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")
         return found
 
-    def fill_from(self, base: Base | None) -> None:
-        """Takes what no save completes from the base."""
+    def fill_from(self, base: Base | None, lanes: Lanes) -> None:
+        """Takes what no save completes from the base, and decodes what is above it on the way."""
         missing = {key: leaf for key, leaf in self._leaves.items() if not leaf.complete.all()}
         if not missing:
             return
         if base is None:
             shown = ", ".join(key for _, key in list(missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        base.fill({key: leaf.bytes for key, leaf in missing.items()})
         for leaf in missing.values():
             leaf.data.reshape(-1)[leaf.count :] = np.zeros((), leaf.data.dtype)
+        base.fill(
+            {key: leaf.bytes for key, leaf in missing.items()},
+            lambda key, start, stop: lanes.filled(missing[key], start, stop),
+        )
 
     def values(self) -> DenseValues:
         """All of it."""
