@@ -134,9 +134,8 @@ class DenseLeaves:
             return False
         straight = 0
         for key, array in self._stored.items():
-            leaf = None if wanted is None else wanted[key]
-            if not (wanted is None or leaf is ... or _is_placed(leaf, array)):
-                return False
+            if not (wanted is None or wanted[key] is ... or _is_placed(wanted[key], array)):
+                continue
             nbytes = math.prod(array.chunks) * array.dtype.itemsize
             chunks = array.keys([tuple((0, size) for size in array.shape)]) if nbytes else ()
             if not chunks or any(values.nbytes((False, chunk)) != nbytes for chunk in chunks):
