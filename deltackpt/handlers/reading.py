@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves and further items of committed steps, read by Orbax's handlers."""
+"""Dense leaves and further items of committed steps: read straight, or by Orbax's handlers."""
 
 from __future__ import annotations
 

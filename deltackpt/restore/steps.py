@@ -281,7 +281,7 @@ class StepReader:
         progress: Progress | None,
         held: contextlib.ExitStack,
     ) -> Loaded:
-        """Merged tables and Orbax's dense leaves.
+        """Merged tables, and dense leaves.
 
         Args:
           found: the step.
