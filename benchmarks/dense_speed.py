@@ -136,10 +136,11 @@ def _add_restores(
     per_gigabyte = {
         what: Sample(tuple(value / gigabytes for value in values)) for what, values in found.items()
     }
+    base, chain, read = (per_gigabyte[what] for what in ("base", "chain", "read"))
+    report.compare(f"{title}: restore of the base", base, "read of the base", read, speed)
     title = f"{title}: restore of base and {CHAIN}"
-    chain = per_gigabyte["chain"]
-    report.compare(title, chain, "restore of the base", per_gigabyte["base"], speed, bar=bar)
-    report.compare(title, chain, "read of the base", per_gigabyte["read"], speed)
+    report.compare(title, chain, "restore of the base", base, speed)
+    report.compare(title, chain, "read of the base", read, speed, bar=bar)
 
 
 # Bits of bf16 of which one in a hundred changed.

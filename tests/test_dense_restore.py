@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -28,7 +29,9 @@ from deltackpt.errors import Damaged, TemplateMismatch
 from deltackpt.format.names import DENSE_ITEM
 from deltackpt.handlers import dense, dense_leaves
 from deltackpt.handlers.dense_leaves import DenseLeaves
-from deltackpt.reading import dense_values, orbax_values, saves
+from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.ledger.directory import Root
+from deltackpt.reading import dense_values, dense_work, orbax_values, saves
 from deltackpt.reading.dense_values import DenseItem
 from deltackpt.restore.step_files import DenseFiles
 from deltackpt.state import tables
@@ -62,6 +65,7 @@ def initial() -> dict:
         "cut": jax.device_put(normal(64, 96), sharding("x", "y")),
         "replicas": jax.device_put(normal(64, 96), sharding(None, "y")),
         "half": jnp.asarray(normal(50, 100, dtype=ml_dtypes.bfloat16)),
+        "even": jnp.asarray(normal(64, 256)),
         "small": jnp.arange(5, dtype=jnp.int8),
         "truth": jnp.asarray(normal(5000) > 0),
         "count": jnp.int32(3),
@@ -139,7 +143,7 @@ def by_folder(chain, abstract: dict | None) -> dict:
 
 
 def straight(chain, abstract: dict | None) -> dict:
-    return DenseLeaves(DenseItem(chain)).restored(abstract, LAST)
+    return DenseLeaves(DenseItem(chain)).restored(abstract, LAST).leaves
 
 
 def told(way, chain, abstract):
@@ -276,6 +280,108 @@ def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
     assert array.chunks == (16, 48)
     keys = array.keys([of_first[jax.devices()[0]]])
     assert keys == {"cut/0.0"} and set(item.read(keys.__contains__).values) == keys
+
+
+@pytest.mark.parametrize("piece", [1000, 4096, 8 << 20])
+@pytest.mark.parametrize("stretch", [512, 2048, 4 << 20])
+def test_however_a_base_is_cut_all_that_is_above_it_is_decoded_once(run, piece, stretch):
+    root, states = run
+    chain = saves.read_chain(root / str(LAST))
+    with (
+        mock.patch.object(orbax_values, "_PIECE_BYTES", piece),
+        mock.patch.object(dense_work, "_STRETCH_BYTES", stretch),
+    ):
+        found = straight(chain, dense_of(states[-1]))
+    assert bits(found) == bits(dense_of(states[-1]))
+
+
+def items_of(root: Path) -> OrbaxItems:
+    return OrbaxItems(Root.open(root, read_only=True), {})
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+def test_orbaxs_item_is_read_straight_and_gives_what_orbax_gives(run, with_template):
+    root, states = run
+    abstract = dense_of(states[0]) if with_template else None
+    items = items_of(root)
+    read = items.straight(0, abstract)
+    assert read is not None
+    found, by_orbax = read(), items.dense(0, abstract)
+    assert told(lambda *_: found.leaves, None, None) == told(lambda *_: by_orbax.leaves, None, None)
+    # Deltas are read by their chains.
+    assert items.straight(LAST, abstract) is None and not by_orbax.chunks
+
+
+def test_what_does_not_go_straight_is_left_to_orbax(run):
+    root, states = run
+    items, abstract = items_of(root), dense_of(states[0])
+    for template in (
+        {**abstract, "more": jnp.zeros(3)},
+        {key: leaf for key, leaf in abstract.items() if key != "w"},
+    ):
+        assert items.straight(0, template) is None
+    for leaf in (jnp.zeros((40, 301)), jax.ShapeDtypeStruct((40, 300), np.float16), 1, None):
+        template = {**abstract, "w": leaf}
+        read = items.straight(0, template)
+        assert read is not None
+        found = told(lambda _, __, read=read: read(), None, None)
+        assert found[0] is TemplateMismatch
+        assert found == told(lambda _, wanted: items.dense(0, wanted), None, template)
+    # A chunk that is not there stands for zeros.
+    with mock.patch.object(orbax_values.OrbaxValues, "nbytes", return_value=None):
+        assert items.straight(0, abstract) is None
+    with mock.patch.object(dense_leaves, "_LEFT_BYTES", 0):
+        with mock.patch.object(dense_leaves, "_array", return_value=None):
+            assert items.straight(0, abstract) is None
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
+def test_damage_of_a_base_is_named_and_the_step_is_not_restored(tmp_path, run, how):
+    root = tmp_path / "run"
+    shutil.copytree(run[0] / "0", root / "0")
+    options = deltackpt.ManagerOptions(access="read")
+    files = [path for path in sorted((root / "0" / DENSE_ITEM).rglob("*")) if path.is_file()]
+    assert len(files) > 4
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+        for path in files:
+            data = path.read_bytes()
+            at = len(data) // 2
+            changed = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            if how == "gone":
+                path.unlink()
+            else:
+                path.write_bytes(changed if how == "flip" else data[:at])
+            for template in (run[1][0], None):
+                with pytest.raises(Damaged, match=re.escape(path.relative_to(root).as_posix())):
+                    manager.restore(0, template)
+            path.write_bytes(data)
+        assert bits(manager.restore(0, run[1][0]).state) == bits(run[1][0])
+
+
+@pytest.mark.parametrize("step", [0, LAST])
+def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, tmp_path, step):
+    root, states = tmp_path / "run", run[1]
+    for number in range(step + 1):
+        shutil.copytree(run[0] / str(number), root / str(number))
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
+        restored = manager.restore(step, states[step])
+        state, marked = restored.state, restored.touched
+        assert marked is not None
+        own = manager._run
+        assert own.dense is not None
+        kept = own.dense.references.of(own.lineage.newest_committed).data
+        [shared] = [data for (_, key), data in kept.items() if key.startswith("even/")]
+        [shard] = state["even"].addressable_shards
+        assert np.asarray(shared).ctypes.data == shard.data.unsafe_buffer_pointer()
+        add = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
+        moved = {**state, "even": add(state["even"]), "w": add(state["w"])}
+        jax.block_until_ready(moved)
+        marks = touched.mark(marked, {"table": jnp.arange(2)})
+        assert manager.save(step + 1, moved, touched=marks).kind == "delta"
+        manager.wait()
+        assert bits(manager.restore(step + 1, moved).state) == bits(moved)
+    chain = saves.read_chain(root / str(step + 1))
+    assert bits(straight(chain, dense_of(moved))) == bits(dense_of(moved))
 
 
 def blocks(root: Path, step: int, name: str) -> list[Path]:

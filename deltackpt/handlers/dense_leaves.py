@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,10 @@ from deltackpt import codecs
 from deltackpt.format.names import DENSE_ITEM, PYTREE_METADATA
 from deltackpt.handlers import dense
 from deltackpt.reading.dense_values import DenseItem, DenseValues
+from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.resources import memory
 from deltackpt.restore.step_files import DenseFiles
+from deltackpt.restore.steps import DenseRead
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 #: Containers without leaves, by their names in Orbax's metadata.
@@ -40,6 +43,9 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
     "None": lambda: None,
 }
 _PLACED = (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)
+
+#: What Orbax may restore from a copy where the rest needs no Orbax: so many bytes, or a share.
+_LEFT_BYTES, _LEFT_SHARE = 1 << 20, 16
 
 #: Where a leaf stands in the nested dicts of the item.
 KeyPath = tuple[str, ...]
@@ -115,6 +121,29 @@ class DenseLeaves:
             key = tuple(step["key"] for step in entry["key_metadata"])
             self._kinds[key] = entry["value_metadata"]["value_type"]
 
+    def need_no_orbax(self, abstract: dict[str, Any] | None, values: OrbaxValues) -> bool:
+        """Whether nearly all of an item goes straight to where a template has it.
+
+        Args:
+          abstract: as for ``restored``.
+          values: of the item. Of each array all chunks must be there, as TensorStore would make up
+            those that are not.
+        """
+        wanted = None if abstract is None else dense.by_key(abstract)
+        if wanted is not None and wanted.keys() != self._kinds.keys():
+            return False
+        straight = 0
+        for key, array in self._stored.items():
+            if not (wanted is None or wanted[key] is ... or _is_placed(wanted[key], array)):
+                continue
+            nbytes = math.prod(array.chunks) * array.dtype.itemsize
+            chunks = array.keys([tuple((0, size) for size in array.shape)]) if nbytes else ()
+            if not chunks or any(values.nbytes((False, chunk)) != nbytes for chunk in chunks):
+                return False
+            straight += nbytes * len(chunks)
+        total = sum(values.nbytes(key) or 0 for key in values.keys() if not key[0])
+        return total - straight <= max(_LEFT_BYTES, total // _LEFT_SHARE)
+
     def abstract(self) -> dict[str, Any]:
         """As ``dense.abstract``."""
         with self._folder(DenseValues(self._described(None), self._outline.files)) as folder:
@@ -122,9 +151,9 @@ class DenseLeaves:
 
     def some(self, keys: Collection[KeyPath], step: int) -> dict[str, Any]:
         """Some leaves on the host, as ``restored`` has them without a template."""
-        return self._restored(None, {*keys}, step)
+        return self._restored(None, {*keys}, step).leaves
 
-    def restored(self, abstract: dict[str, Any] | None, step: int) -> dict[str, Any]:
+    def restored(self, abstract: dict[str, Any] | None, step: int) -> DenseRead:
         """The leaves, checked as ``dense.check`` and ``dense.restored`` check Orbax's.
 
         Args:
@@ -139,7 +168,7 @@ class DenseLeaves:
 
     def _restored(
         self, abstract: dict[str, Any] | None, keys: set[KeyPath], step: int
-    ) -> dict[str, Any]:
+    ) -> DenseRead:
         wanted = None if abstract is None else dense.by_key(abstract)
         placed = {
             key: array
@@ -179,7 +208,14 @@ class DenseLeaves:
             with self._folder(described._replace(values={**described.values, **own})) as folder:
                 args = dense.restore_args(asked, rest)
                 leaves |= dense.by_key(dense.handler().restore(folder, args=args))
-        return dense.restored(_nested(leaves), abstract, step)
+        whole = dense.restored(_nested(leaves), abstract, step)
+        on_devices = {
+            chunk: np.frombuffer(values[chunk], np.uint8)
+            for key, array in placed.items()
+            if self._item.fresh and wanted is not None and not isinstance(wanted[key], np.ndarray)
+            for chunk in array.keys(boxes[key].values())
+        }
+        return DenseRead(whole, on_devices)
 
     def _placed(
         self,

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves and further items of committed steps, read by Orbax's handlers."""
+"""Dense leaves and further items of committed steps: read straight, or by Orbax's handlers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
+from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import saves
+from deltackpt.reading import orbax_values, saves
 from deltackpt.reading.dense_values import DenseItem
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore.step_files import DenseFiles, ItemFiles
-from deltackpt.restore.steps import Items
+from deltackpt.restore.steps import DenseRead, Items
+from deltackpt.storage.store import FileStore
 
 
 class OrbaxItems:
@@ -36,7 +38,7 @@ class OrbaxItems:
 
     def dense(
         self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
-    ) -> dict[str, Any]:
+    ) -> DenseRead:
         """As ``ItemReader.dense``."""
         if isinstance(files, DenseFiles):
             return DenseLeaves(files).restored(abstract, step)
@@ -50,7 +52,33 @@ class OrbaxItems:
             if abstract is not None:
                 dense.check(abstract, metadata.tree, step)
             args = dense.restore_args(abstract, metadata)
-            return dense.restored(handler.restore(item_dir, args=args), abstract, step)
+            leaves = dense.restored(handler.restore(item_dir, args=args), abstract, step)
+        return DenseRead(leaves)
+
+    def straight(
+        self, step: int, abstract: dict[str, Any] | None
+    ) -> Callable[[], DenseRead] | None:
+        """As ``ItemReader.straight``: of a step with Orbax's item, where that lies in files."""
+        at = self._root.at(step)
+        if not isinstance(at.store, FileStore):
+            return None
+        try:
+            save = saves.read_save(at, self._root.item)
+            if save.head.dense_blocks is not None or "step" not in save.head.digests:
+                return None
+            values = orbax_values.of_save(save)
+            leaves = DenseLeaves(DenseItem([save], lambda _: values))
+            if not leaves.need_no_orbax(abstract, values):
+                return None
+        except (RestoreError, StorageError, LookupError, ValueError):
+            return None  # Who checks all of it says what is wrong.
+
+        def read() -> DenseRead:
+            found = leaves.restored(abstract, step)
+            values.check_rest()
+            return found
+
+        return read
 
     def some(self, step: int, keys: Collection[tuple[str, ...]]) -> dict[str, Any]:
         """Some dense leaves on the host, and others where that is no more work.
@@ -60,7 +88,7 @@ class OrbaxItems:
           keys: of leaves that the step has.
         """
         if (chain := self._of_blocks(step)) is None:
-            return self.dense(step, None)
+            return self.dense(step, None).leaves
         return saves.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).some(keys, step))
 
     def abstract(self, step: int) -> dict[str, Any]:

@@ -423,9 +423,11 @@ class Restorer:
         )
         run.restored = found.step
         if run.dense is not None and loaded.point is None and found.expected is not None:
-            self._keep_references(run.dense, found, state)
+            self._keep_references(run.dense, found, loaded, state)
 
-    def _keep_references(self, keeper: DenseKeeper, found: Found, state: Any) -> None:
+    def _keep_references(
+        self, keeper: DenseKeeper, found: Found, loaded: Loaded, state: Any
+    ) -> None:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
         split = tables.split(state, run.choice)
@@ -445,4 +447,5 @@ class Restorer:
             split.layout.dense,
             run.among.index,
             {key: bytes(data) for key, data in described.items()},
+            loaded.chunks,
         )

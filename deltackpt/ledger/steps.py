@@ -105,12 +105,15 @@ class Steps:
                         self._bases[key] = found.info
             return {name: info for (name, _), info in self._bases.items()}
 
-    def check_step_files(self, step_dir: Spot | Path, share: tuple[int, int] = (0, 1)) -> None:
-        """Checks the files of a step that carry no checksum of their own, dense ones included.
+    def check_step_files(
+        self, step_dir: Spot | Path, share: tuple[int, int] = (0, 1), *, dense: bool = True
+    ) -> None:
+        """Checks the files of a step that carry no checksum of their own.
 
         Args:
           step_dir: the step.
           share: ``(i, n)`` checks the i-th of n parts of them, which make up all.
+          dense: whether those of the dense leaves are among them.
 
         Raises:
           Damaged: the first that is missing or altered.
@@ -118,7 +121,10 @@ class Steps:
         record = saves.read_save(step_dir, self.item).head
         if "step" not in record.digests:
             return
-        for damage in check_step_files(step_dir, share):
+        others = f"{names.DENSE_ITEM}/"
+        for damage in check_step_files(
+            step_dir, share, wanted=lambda name: dense or not name.startswith(others)
+        ):
             raise damage
 
     def metadata(self, step: int) -> bytes:

@@ -25,7 +25,7 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.dense_work import Lanes, Leaf, Source
-from deltackpt.reading.orbax_values import OrbaxValues
+from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
 from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
@@ -55,11 +55,13 @@ class Base(Protocol):
         """Bytes of a value, as the item says; None where there is none."""
         ...
 
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ...) -> None:
         """Reads values to where they are wanted, verified.
 
         Args:
           into: (bytes,) uint8, of each value that is wanted.
+          on_filled: may be called with ranges of bytes that are there, from several threads, before
+            they are verified and, of any range, once: they may be changed from then on.
 
         Raises:
           Damaged: one is missing, altered, or of another length.
@@ -208,9 +210,9 @@ class _Later:
         """See ``Base``."""
         return self.item.nbytes(key)
 
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
         """See ``Base``."""
-        self.item.fill(into)
+        self.item.fill(into, on_filled)
         self.on_bytes(sum(out.nbytes for out in into.values()))
 
     def all(self, wanted: Callable[[str], bool]) -> DenseValues:
@@ -291,7 +293,8 @@ def values_of(
                 break
             for source in save:
                 _add(source, filling, lanes)
-        filling.fill_from(base)
+        lanes.prepare(pool)
+        filling.fill_from(base, lanes)
         lanes.run(pool)
     return filling.values()
 
@@ -440,17 +443,20 @@ class Filling:
             raise Damaged(name, expected, f"{value.dtype}{list(shape)}")
         return found
 
-    def fill_from(self, base: Base | None) -> None:
-        """Takes what no save completes from the base."""
+    def fill_from(self, base: Base | None, lanes: Lanes) -> None:
+        """Takes what no save completes from the base, and decodes what is above it on the way."""
         missing = {key: leaf for key, leaf in self._leaves.items() if not leaf.complete.all()}
         if not missing:
             return
         if base is None:
             shown = ", ".join(key for _, key in list(missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        base.fill({key: leaf.bytes for key, leaf in missing.items()})
         for leaf in missing.values():
             leaf.data.reshape(-1)[leaf.count :] = np.zeros((), leaf.data.dtype)
+        base.fill(
+            {key: leaf.bytes for key, leaf in missing.items()},
+            lambda key, start, stop: lanes.filled(missing[key], start, stop),
+        )
 
     def values(self) -> DenseValues:
         """All of it."""
@@ -468,7 +474,8 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         if (leaf := filling.leaf(value, source.name)) is not None
     }
     done: list[tuple[Leaf, np.ndarray | slice]] = []
-    taken = {leaf: np.zeros(len(leaf.complete), bool) for leaf in wanted.values()}
+    segments = collections.Counter(segment.group for segment in source.record.segments)
+    taken: dict[Leaf, np.ndarray] = {}
     for segment in source.record.segments:
         if segment.group == PLAIN:
             found = _fill_plain(source, segment, wanted)
@@ -480,11 +487,13 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
         for value, leaf in of_group:
             assert value.at is not None
             at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            numbers = np.asarray(rows[at], np.int64) - value.at
-            if taken[leaf][numbers].any():
-                raise Damaged(source.name, f"each block of {value.key} once", "some twice")
-            taken[leaf][numbers] = True
-            if len(numbers) and not leaf.complete[numbers].all():
+            numbers = _numbers(rows[at], value.at)
+            if segments[segment.group] > 1:  # By themselves, rows of a segment ascend.
+                others = taken.setdefault(leaf, np.zeros(len(leaf.complete), bool))
+                if others[numbers].any():
+                    raise Damaged(source.name, f"each block of {value.key} once", "some twice")
+                others[numbers] = True
+            if leaf.lacks(numbers):
                 parts.append((at, numbers, leaf))
         if not parts:
             continue
@@ -499,6 +508,14 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
                     done.append((leaf, some))
     for leaf, numbers in done:
         leaf.complete[numbers] = True
+
+
+def _numbers(rows: blocks.Rows, first: int) -> np.ndarray:
+    """Rows of a group as numbers of the blocks of a value, int64."""
+    if isinstance(rows, range):
+        return np.arange(rows.start - first, rows.stop - first)
+    numbers = np.asarray(rows, np.int64)
+    return numbers - first if first else numbers
 
 
 def _fill_plain(

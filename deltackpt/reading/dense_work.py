@@ -9,7 +9,9 @@ when the first stretch asks for it, and given up behind the last.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -17,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.codecs import of_blocks
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
@@ -81,6 +83,14 @@ class Leaf:
         if self.writable is not None:
             self.data, self.writable = self.writable(self.key), None
 
+    def lacks(self, numbers: np.ndarray) -> bool:
+        """Whether some of these blocks, which ascend, are not complete."""
+        if not len(numbers):
+            return False
+        # Mostly none is, which is quicker to see than to look each of them up.
+        around = self.complete[numbers[0] : numbers[-1] + 1]
+        return not around.any() or not self.complete[numbers].all()
+
     @property
     def bytes(self) -> np.ndarray:
         """The bytes of the value, (n,) uint8."""
@@ -133,6 +143,12 @@ class Chunk:
             shown = f"{self._source.name}, {self._segment.name}"
             raise Damaged(shown, "codes of its blocks", str(error)) from error
         self._used()
+
+    def prepare(self) -> None:
+        """Reads it before it is asked for; what is wrong is raised when it is."""
+        with self._lock, contextlib.suppress(Damaged, StorageError):
+            if self._arrays is None and self.users:
+                self._read()
 
     def _cut(self, at: slice) -> dict[str, np.ndarray]:
         """The stored arrays of some blocks."""
@@ -210,7 +226,7 @@ class Lanes:
             range(first, last + 1), [0, *cuts], [*cuts, len(numbers)], strict=True
         ):
             some = numbers[low:high]
-            if len(some) and not leaf.complete[some].all():
+            if leaf.lacks(some):
                 part = slice(at.start + int(low), at.start + int(high))
                 lane = self._lanes.setdefault((id(leaf), number), (leaf, []))
                 lane[1].append(Task(chunk, part, some))
@@ -219,8 +235,29 @@ class Lanes:
                 added = True
         return added
 
+    def prepare(self, pool: concurrent.futures.Executor) -> None:
+        """Begins to read what the first stretch needs: its threads would wait for one another."""
+        for _, tasks in itertools.islice(self._lanes.values(), 1):
+            for task in reversed(tasks):
+                pool.submit(task.chunk.prepare)
+
+    def filled(self, leaf: Leaf, start: int, stop: int) -> None:
+        """Decodes the stretches that lie in a range of a leaf's bytes: it is in the cache now.
+
+        What the oldest save goes on from is there.
+
+        Raises:
+          Damaged: something is missing or altered.
+        """
+        nbytes = leaf.stretch * BLOCK * leaf.data.itemsize
+        whole = stop == leaf.bytes.nbytes
+        for number in range(-(-start // nbytes), -(-stop // nbytes) if whole else stop // nbytes):
+            lane = self._lanes.pop((id(leaf), number), None)
+            if lane is not None:
+                _run(lane)
+
     def run(self, pool: concurrent.futures.Executor) -> None:
-        """Decodes all of it, of each stretch the oldest save first.
+        """Decodes all that is left, of each stretch the oldest save first.
 
         Raises:
           Damaged: something is missing or altered.

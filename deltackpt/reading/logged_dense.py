@@ -24,6 +24,7 @@ from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_values
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog, damage_of
+from deltackpt.reading.orbax_values import OnFilled, nobody
 from deltackpt.reading.stretches import Way
 from deltackpt.storage import frame_arrays
 from deltackpt.storage.frame_arrays import StoredArray
@@ -159,7 +160,7 @@ class _Held(NamedTuple):
         found = self.values.get(key)
         return None if found is None else found.nbytes
 
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
         """See ``Base``."""
         for key, out in into.items():
             data = self.values.get(key)

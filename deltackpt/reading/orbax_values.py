@@ -34,6 +34,13 @@ _OF_DATABASE = ("d/", names.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
 _PIECE_BYTES = 8 << 20
 _READERS = 3
 
+#: Called with a range of bytes of a value.
+OnFilled = Callable[[Key, int, int], None]
+
+
+def nobody(key: Key, start: int, stop: int) -> None:
+    """Nobody waits for ranges of bytes."""
+
 
 class OrbaxValues:
     """Values and files of an item.
@@ -95,7 +102,7 @@ class OrbaxValues:
         self.fill(into)
         return found | {key: data.data for key, data in into.items()}
 
-    def fill(self, into: Mapping[Key, np.ndarray]) -> None:
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
         """Reads values to where they are wanted, and verifies all that they depend on.
 
         The descriptions of arrays alone, which stand in the database's nodes, come with no more
@@ -103,15 +110,17 @@ class OrbaxValues:
 
         Args:
           into: (bytes,) uint8, of each value that is wanted.
+          on_filled: called with each range of a value that was read, and whose sum is taken; from
+            several threads.
 
         Raises:
           Damaged: a value is missing, or of another length; a file is missing or altered.
         """
-        placed: dict[str, list[tuple[Extent, np.ndarray]]] = {}
+        placed: dict[str, list[_Wanted]] = {}
         for (file, key), out in into.items():
             value = self._file(key) if file else self._index.values.get(key)
             if isinstance(value, Extent):
-                placed.setdefault(value.file, []).append((value, out))
+                placed.setdefault(value.file, []).append(_Wanted(value, (file, key), out))
             if value is None or value.nbytes != len(out):
                 have = "none" if value is None else value.nbytes
                 raise self._damage(f"{len(out)} bytes of {key}", have)
@@ -124,12 +133,24 @@ class OrbaxValues:
         readers = [self._reader(file, placed.get(file, [])) for file in sorted(files)]
         work = [(reader, piece) for reader in readers for piece in reader.pieces]
         with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-            sums = iter(pool.map(lambda one: one[0].read(one[1]), work))
+            sums = iter(pool.map(lambda one: one[0].read(one[1], on_filled), work))
             for reader in readers:
                 reader.check([next(sums) for _ in reader.pieces])
         self._sound |= files
 
-    def _reader(self, file: str, values: Sequence[tuple[Extent, np.ndarray]]) -> _FileReader:
+    def check_rest(self) -> None:
+        """Checks the files of the database that nothing was read of, where digests name them.
+
+        Raises:
+          Damaged: the first that is missing or altered.
+        """
+        known = self._expected or {}
+        seen = self._sound.union(self._files)
+        rest = {name: digest for name, digest in known.items() if name not in seen}
+        for damage in digests.check_files(self._item_dir, rest, shown=self.name):
+            raise damage
+
+    def _reader(self, file: str, values: Sequence[_Wanted]) -> _FileReader:
         shown = f"{self.name}/{file}"
         expected = None
         if self._expected is not None and file not in self._sound:
@@ -173,12 +194,20 @@ class OrbaxValues:
         return known[0] if known else Damaged(self.name, expected, f"{found}")
 
 
+class _Wanted(NamedTuple):
+    """A value, and where it is wanted: (bytes,) uint8."""
+
+    at: Extent
+    key: Key
+    out: np.ndarray
+
+
 class _Piece(NamedTuple):
-    """Bytes of a file that are read at once; ``out`` is None where nobody wants them."""
+    """Bytes of a file that are read at once; of no value where nobody wants them."""
 
     start: int
     stop: int
-    out: np.ndarray | None
+    value: _Wanted | None
 
 
 class _FileReader:
@@ -189,7 +218,7 @@ class _FileReader:
         at: Spot,
         shown: str,
         expected: Digest | None,
-        values: Sequence[tuple[Extent, np.ndarray]],
+        values: Sequence[_Wanted],
     ):
         """Reads nothing yet."""
         self._at = at
@@ -198,21 +227,27 @@ class _FileReader:
         self._body = 0 if expected is None else max(0, expected.length - TAIL_BYTES)
         self.pieces = [*self._pieces(values)]
 
-    def read(self, piece: _Piece) -> tuple[int, bytes]:
-        """Reads a piece.
+    def read(self, piece: _Piece, on_filled: OnFilled) -> tuple[int, bytes]:
+        """Reads a piece; see ``OrbaxValues.fill``.
 
         Returns:
           The CRC32C of its bytes; and those themselves where they belong to the file's tail.
         """
-        out = piece.out
-        if out is None:
+        value = piece.value
+        if value is None:
             out = np.empty(piece.stop - piece.start, np.uint8)
+        else:
+            first, last = piece.start - value.at.start, piece.stop - value.at.start
+            out = value.out[first:last]
         pages.populate(out)
         with self._at.missing_is_damage(self._shown):
             self._at.store.read_into(self._at.key, piece.start, [out.data])
-        if self._expected is None:
-            return 0, b""
-        return crc32c(out), out.tobytes() if piece.start >= self._body else b""
+        found = 0, b""
+        if self._expected is not None:
+            found = crc32c(out), out.tobytes() if piece.start >= self._body else b""
+        if value is not None:
+            on_filled(value.key, first, last)
+        return found
 
     def check(self, sums: Sequence[tuple[int, bytes]]) -> None:
         """Compares what was read with the digest.
@@ -238,28 +273,27 @@ class _FileReader:
                 f"crc32c {crc:08x}, tail {int.from_bytes(tail, 'little'):08x}",
             )
 
-    def _pieces(self, values: Sequence[tuple[Extent, np.ndarray]]) -> Iterator[_Piece]:
+    def _pieces(self, values: Sequence[_Wanted]) -> Iterator[_Piece]:
         """All of the file in order where it has a digest, else the values."""
         at = 0
-        for value, out in sorted(values, key=lambda one: one[0].start):
-            stop = value.start + value.nbytes
+        for value in sorted(values, key=lambda one: one.at.start):
+            start, stop = value.at.start, value.at.start + value.at.nbytes
             if self._expected is not None:
-                if not at <= value.start <= stop <= self._expected.length:
-                    found = f"bytes {value.start} to {stop} of {self._expected.length}"
+                if not at <= start <= stop <= self._expected.length:
+                    found = f"bytes {start} to {stop} of {self._expected.length}"
                     raise Damaged(self._shown, f"a value behind {at}", found)
-                yield from self._cut(at, value.start, None)
-            yield from self._cut(value.start, stop, out)
+                yield from self._cut(at, start, None)
+            yield from self._cut(start, stop, value)
             at = stop
         if self._expected is not None:
             yield from self._cut(at, self._expected.length, None)
 
-    def _cut(self, start: int, stop: int, out: np.ndarray | None) -> Iterator[_Piece]:
-        first = start
+    def _cut(self, start: int, stop: int, value: _Wanted | None) -> Iterator[_Piece]:
         while start < stop:
             end = min(stop, start + _PIECE_BYTES)
             if start < self._body:
                 end = min(end, self._body)
-            yield _Piece(start, end, None if out is None else out[start - first : end - first])
+            yield _Piece(start, end, value)
             start = end
 
 

@@ -12,8 +12,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from deltackpt import processes
 from deltackpt.errors import (
@@ -53,12 +56,25 @@ Items = Mapping[str, Any]
 Service = RowSource | Literal["auto"] | None
 
 
+class DenseRead(NamedTuple):
+    """Dense leaves that were read.
+
+    Attributes:
+      leaves: nested dicts.
+      chunks: keys of Orbax's database to what they were read into, (bytes,) uint8, of leaves that
+        went to devices: nobody writes there any more, and on the CPU a leaf may lie there.
+    """
+
+    leaves: dict[str, Any]
+    chunks: Mapping[str, np.ndarray] = types.MappingProxyType({})
+
+
 class ItemReader(Protocol):
     """Reads what lies beside the tables. All processes make the same calls in the same order."""
 
     def dense(
         self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
-    ) -> dict[str, Any]:
+    ) -> DenseRead:
         """Dense leaves of a committed step.
 
         Args:
@@ -70,6 +86,20 @@ class ItemReader(Protocol):
         Raises:
           TemplateMismatch: the step has other leaves.
           RestoreError: they cannot be read, or another process did not come to read them.
+        """
+        ...
+
+    def straight(
+        self, step: int, abstract: dict[str, Any] | None
+    ) -> Callable[[], DenseRead] | None:
+        """What reads the dense leaves of a step by one process, and checks all of their files.
+
+        Args:
+          step: its number.
+          abstract: as for ``dense``.
+
+        Returns:
+          As ``dense``; None where that is to be called, after a check.
         """
         ...
 
@@ -96,6 +126,7 @@ class Found:
       wanted: of the tables; None for all.
       dense: whether dense leaves are restored too.
       way: marks of a log that lead from the step to a point; None where the step is wanted.
+      straight: reads dense leaves that are not checked yet; None where they are.
     """
 
     step: int
@@ -107,6 +138,7 @@ class Found:
     wanted: Wanted | None
     dense: bool
     way: Way | None = None
+    straight: Callable[[], DenseRead] | None = None
 
     def check_stays(self, *others: SaveId) -> None:
         """Checks that the step is still the save that was found, wherever parts of it came from.
@@ -129,6 +161,7 @@ class Loaded:
     Attributes:
       tables: merged tables and slots.
       dense: leaves that are neither.
+      chunks: as of ``DenseRead``.
       problem: why nothing came from a source.
       files: what a source gave of the step beside its tables.
       point: what the point has beside its tables; None where it is a step.
@@ -136,6 +169,7 @@ class Loaded:
 
     tables: RestoredTables
     dense: dict[str, Any]
+    chunks: Mapping[str, np.ndarray]
     problem: ServiceError | None
     files: ItemFiles | None
     point: LoggedState | None = None
@@ -181,7 +215,8 @@ class StepReader:
     ) -> Found:
         """A step, its chain unless it may come from a service, and what is wanted of it.
 
-        Checks this process's share of the step's files, unless a source may have them.
+        Checks this process's share of the step's files, unless a source may have them, but for
+        dense leaves that are checked while they are read.
 
         Args:
           step: its number.
@@ -207,11 +242,26 @@ class StepReader:
             elif expected is not None:
                 placing.check_template(expected.layout, expected.fields, target)
                 wanted = placing.wanted_of(expected.fields)
+            straight = None
             if rows is None and source is None:
-                self._root.check_step_files(step_dir, self._share)
+                if point is None and self._share == (0, 1) and target.layout.dense:
+                    abstract = None if expected is None else expected.dense
+                    straight = self._others.straight(step, abstract)
+                self._root.check_step_files(step_dir, self._share, dense=straight is None)
         way = None if point is None else self._way(point, target.info.save_id)
         whole = rows is None
-        return Found(step, target, chain, source, problem, expected, wanted, dense=whole, way=way)
+        return Found(
+            step,
+            target,
+            chain,
+            source,
+            problem,
+            expected,
+            wanted,
+            dense=whole,
+            way=way,
+            straight=straight,
+        )
 
     def _way(self, point: LogPoint, step: SaveId) -> Way:
         found = Logs(self._root.log_at).read().way(point, step)
@@ -231,7 +281,7 @@ class StepReader:
         progress: Progress | None,
         held: contextlib.ExitStack,
     ) -> Loaded:
-        """Merged tables and Orbax's dense leaves.
+        """Merged tables, and dense leaves.
 
         Args:
           found: the step.
@@ -267,7 +317,7 @@ class StepReader:
                     point = point._replace(rows=rows)
                 dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
-        return Loaded(merged, dense, problem, files, point)
+        return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
 
     def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, Any]:
         """Further items of a step, by name.
@@ -367,11 +417,13 @@ class StepReader:
         chain = found.saves or saves.read_chain(found.target.step_dir, self._item)
         return reader.restore_tables(chain, wanted=found.wanted, progress=progress)
 
-    def _dense(self, found: Found, files: ItemFiles | None) -> dict[str, Any]:
+    def _dense(self, found: Found, files: ItemFiles | None) -> DenseRead:
         if not found.dense or not found.target.layout.dense:
-            return {}
+            return DenseRead({})
         if found.way is None:
             saves.check_dense(found.target)
+        if found.straight is not None:
+            return found.straight()
         abstract = None if found.expected is None else found.expected.dense
         return self._others.dense(found.step, abstract, files)
 

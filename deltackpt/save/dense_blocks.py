@@ -128,16 +128,27 @@ class DenseKeeper:
         Raises:
           UnsupportedLeaf: Orbax's handler has to write them.
         """
+        return self._taken(tree, leaves, process, {})
+
+    def _taken(
+        self,
+        tree: Any,
+        leaves: Sequence[DenseLeaf],
+        process: int,
+        held: Mapping[str, np.ndarray],
+    ) -> TakenDense:
+        """As ``take``; of chunks that are held nothing is copied, but for those on devices."""
         plan = dense_layout.plan(tree, process)
         named = self._named(leaves, plan)
         for chunk in plan.chunks:
-            if not (extract.on_host(chunk.source) or self._stays(chunk, named)):
+            there = extract.on_host(chunk.source) or self._stays(chunk, named)
+            if not there and chunk.key not in held:
                 chunk.source.copy_to_host_async()
         values = [_plain(name, text.encode(), file=True) for name, text in plan.files.items()]
         values += [_plain(key, data) for key, data in plan.described.items()]
         try:
             for chunk in plan.chunks:
-                values.append(self._copied(chunk, named))
+                values.append(self._copied(chunk, named, held.get(chunk.key)))
         except BaseException:
             self.references.done_with(value.data for value in values)
             raise
@@ -152,6 +163,7 @@ class DenseKeeper:
         leaves: Sequence[DenseLeaf],
         process: int,
         described: Mapping[str, bytes],
+        held: Mapping[str, np.ndarray],
     ) -> None:
         """Makes a restored state the reference of the step that it was restored from.
 
@@ -162,20 +174,24 @@ class DenseKeeper:
           process: likewise.
           described: ``.zarray`` keys of the step, and their values. Leaves that lie in other chunks
             now, on another topology, are no references.
+          held: chunks of the step in memory that nobody writes to, (bytes,) uint8, by their keys:
+            they need not be copied. What jax has of them it may share, and does not write there
+            either, whatever is donated.
         """
         try:
-            taken = self.take(tree, leaves, process)
+            changed = {
+                key.removesuffix(f"/{ZARRAY}")
+                for key, data in dense_layout.described(tree).items()
+                if described.get(key) != data
+            }
+            same = {key: data for key, data in held.items() if _name_of(key) not in changed}
+            taken = self._taken(tree, leaves, process, same)
         except UnsupportedLeaf:
             return
-        changed = {
-            key.removesuffix(f"/{ZARRAY}")
-            for key, data in dense_layout.described(tree).items()
-            if described.get(key) != data
-        }
         kept = [
             value
             for value in taken.values
-            if value.shape is not None and value.key.rpartition("/")[0] not in changed
+            if value.shape is not None and _name_of(value.key) not in changed
         ]
         left = Left(
             {(False, value.key): value.data for value in kept},
@@ -189,7 +205,7 @@ class DenseKeeper:
         self, leaves: Sequence[DenseLeaf], plan: dense_layout.Plan
     ) -> dict[str, tuple[str, Coding]]:
         """Name in Orbax's database to the path of the leaf, and how it is kept."""
-        dtypes_of = {chunk.key.rpartition("/")[0]: chunk.source.dtype for chunk in plan.chunks}
+        dtypes_of = {_name_of(chunk.key): chunk.source.dtype for chunk in plan.chunks}
         found = {}
         for leaf in leaves:
             name = ".".join(leaf.key)
@@ -202,16 +218,24 @@ class DenseKeeper:
         source = chunk.source
         if extract.on_host(source) or dense_blocks.is_plain(source.nbytes, source.dtype.name):
             return False
-        _, coding = named.get(chunk.key.rpartition("/")[0], ("", Coding()))
+        _, coding = named.get(_name_of(chunk.key), ("", Coding()))
         return device_blocks.takes(coding.codec, source.dtype.name)
 
-    def _copied(self, chunk: Chunk, named: Mapping[str, tuple[str, Coding]]) -> TakenValue:
-        name, _, _ = chunk.key.rpartition("/")
+    def _copied(
+        self,
+        chunk: Chunk,
+        named: Mapping[str, tuple[str, Coding]],
+        held: np.ndarray | None = None,
+    ) -> TakenValue:
+        name = _name_of(chunk.key)
         leaf, coding = named.get(name, (name, Coding()))
         if self._stays(chunk, named):
             data, shape = device_blocks.take(chunk.source, chunk.window)
             dtype = np.dtype(chunk.source.dtype)
             return TakenValue(chunk.key, False, data, math.prod(shape), shape, dtype, coding, leaf)
+        if held is not None and (data := _whole_blocks(held, chunk)) is not None:
+            dtype = data.dtype
+            return TakenValue(chunk.key, False, data, data.size, chunk.shape, dtype, coding, leaf)
         found = np.asarray(chunk.source)[chunk.window]
         if dense_blocks.is_plain(found.nbytes, found.dtype.name) or not found.dtype.isnative:
             data = np.frombuffer(found.tobytes(), np.uint8)
@@ -227,6 +251,24 @@ class DenseKeeper:
         np.copyto(flat[:count].reshape(found.shape), found)
         flat[count:] = 0
         return TakenValue(chunk.key, False, data, count, found.shape, found.dtype, coding, leaf)
+
+
+def _name_of(key: str) -> str:
+    """The name of the array that a chunk is of."""
+    return key.rpartition("/")[0]
+
+
+def _whole_blocks(held: np.ndarray, chunk: Chunk) -> np.ndarray | None:
+    """A chunk that is held, as (blocks, 256); None where it does not fill them, or is plain."""
+    dtype, nbytes = (
+        np.dtype(chunk.source.dtype),
+        math.prod(chunk.shape) * chunk.source.dtype.itemsize,
+    )
+    if held.nbytes != nbytes or nbytes % (BLOCK * dtype.itemsize):
+        return None
+    if dense_blocks.is_plain(nbytes, dtype.name) or not dtype.isnative:
+        return None
+    return held.view(dtype).reshape(-1, BLOCK)
 
 
 def _plain(key: str, data: bytes, *, file: bool = False) -> TakenValue:

@@ -56,6 +56,12 @@ class Chunk:
     source: Any
     window: tuple[slice, ...]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        sizes = zip(self.window, self.source.shape, strict=True)
+        return tuple(len(range(size)[part]) for part, size in sizes)
+
     def array(self) -> np.ndarray:
         """Fetches it; on the CPU it may be memory of the source."""
         return np.ascontiguousarray(np.asarray(self.source)[self.window])
