@@ -295,14 +295,16 @@ def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
       >>> kept[0].chain
       (5, 7)
     """
-    _logger.log(
-        _level(event),
-        "process %d: %s %s",
-        event.process,
-        _name(event),
-        _figures(event),
-        extra={"event": event, "process_index": event.process},
-    )
+    level = _level(event)
+    if _logger.isEnabledFor(level):
+        _logger.log(
+            level,
+            "process %d: %s %s",
+            event.process,
+            _name(event),
+            _figures(event),
+            extra={"event": event, "process_index": event.process},
+        )
     for sink in sinks:
         try:
             sink.receive(event)

@@ -427,10 +427,18 @@ def test_marks_are_waited_for_with_the_first_step_that_they_lead_down_to(tmp_pat
 def test_where_the_first_step_fails_who_waits_for_marks_is_told_and_the_next_saves(
     tmp_path, training
 ):
+    gate = threading.Event()
+
+    def fails(*args, **options):
+        # Not before the mark is taken, which would save the step itself then.
+        gate.wait(60)
+        raise OSError(28, "full")
+
     with manager_of(tmp_path) as manager:
-        with mock.patch.object(writer.ArrayWriter, "finish", side_effect=OSError(28, "full")):
+        with mock.patch.object(writer.ArrayWriter, "finish", fails):
             manager.save(training.go(), training.state, touched=training.touched)
             training.log(manager)
+            gate.set()
             with pytest.raises(SaveFailed):
                 manager.wait_logged()
         assert training.log(manager).saved is not None

@@ -215,6 +215,43 @@ def test_staging_serves_threads_at_once():
     assert not mixed
 
 
+@pytest.mark.parametrize("wide", [1, 700_000, 1_200_000])
+def test_staging_copies_what_is_given(wide):
+    """A few bytes, more, and so many that threads share them."""
+    random = np.random.default_rng(0)
+    sources = [
+        random.integers(0, 255, shape, np.uint8)
+        for shape in ((7, wide), (3 * wide + 1,), (1, wide), (wide, 2), (0, 5), ())
+    ]
+    sources += [sources[0].T, sources[3][::-1], np.broadcast_to(sources[2], (4, wide))]
+    staging = Staging(1 << 20)
+    pairs = [(np.empty(source.shape, source.dtype), source) for source in sources]
+    staging.copy(pairs)
+    for out, source in pairs:
+        np.testing.assert_array_equal(out, source)
+
+
+def test_a_copy_waits_for_no_thread_that_is_busy():
+    staging, go = Staging(1 << 20), threading.Event()
+    busy = [staging.submit(go.wait) for _ in range(staging.THREADS)]
+    source = np.ones((12, 1 << 20), np.uint8)
+    out = np.zeros_like(source)
+    try:
+        staging.copy([(out, source)])
+        assert out.all() and not any(future.done() for future in busy)
+    finally:
+        go.set()
+
+
+def test_a_copy_that_fails_is_told():
+    staging = Staging(1 << 20)
+    fits = np.ones((12, 1 << 20), np.uint8)
+    with pytest.raises(ValueError, match="broadcast"):
+        staging.copy(
+            [(np.empty_like(fits), fits), (np.empty((5, 5), np.uint8), np.ones(3, np.uint8))]
+        )
+
+
 def test_a_pool_without_memory_is_refused():
     with pytest.raises(OptionError, match="staging_bytes"):
         Staging(0)

@@ -212,6 +212,9 @@ def cut(segments: Iterable[SegmentSource]) -> list[SegmentSource]:
     found = []
     for segment in segments:
         limit = max(1, frames.BODY_BYTES // max(1, segment.row_bytes))
+        if len(segment.rows) <= limit:
+            found.append(segment)
+            continue
         for start in range(0, len(segment.rows), limit):
             rows = segment.rows[start : start + limit]
             found.append(dataclasses.replace(segment, rows=rows))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,7 @@ from deltackpt.format import frames, names
 from deltackpt.format.frames import After, BeginHead, Place
 from deltackpt.log.frame import Frame
 from deltackpt.storage import files
-
-#: Most buffers of one call, on Linux.
-_BUFFERS = 1024
+from deltackpt.storage.appending import Appender
 
 
 class Position(NamedTuple):
@@ -50,7 +48,7 @@ class SegmentWriter:
         self._fsync = fsync
         self._at = Position(0, 0, 0)
         self._after: After | None = None
-        self._descriptor: int | None = None
+        self._file = Appender()
         self._fresh = False
         #: Bytes of the file that is written to.
         self.segment_bytes = 0
@@ -75,7 +73,7 @@ class SegmentWriter:
         Raises:
           StorageError: the store refused; ``begin_part`` comes next.
         """
-        if self._descriptor is None:
+        if self._file.descriptor is None:
             self._begin()
         buffers: list[memoryview] = []
         nbytes, at = 0, self._at
@@ -85,7 +83,8 @@ class SegmentWriter:
             at = Position(at.part, place.seq, encoded.crc32c)
             buffers += encoded.buffers
             nbytes += encoded.nbytes
-        self._append(buffers)
+        with self._refusals("write"):
+            self._file.append(buffers)
         self._at = at
         self.segment_bytes += nbytes
         return nbytes
@@ -96,10 +95,10 @@ class SegmentWriter:
         Raises:
           StorageError: it may not be; ``begin_part`` comes next.
         """
-        if self._descriptor is None or not self._fsync:
+        if self._file.descriptor is None or not self._fsync:
             return
         with self._refusals("force to disk"):
-            os.fdatasync(self._descriptor)
+            os.fdatasync(self._file.descriptor)
             self.syncs += 1
             if self._fresh:
                 files.fsync_path(self.directory)
@@ -108,15 +107,12 @@ class SegmentWriter:
 
     def roll(self) -> None:
         """Ends the file; what was written to it is forced by ``sync``, which comes first."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._file.end()
 
     def begin_part(self, after: Position) -> None:
         """Begins a new part: nothing counts of what was written beyond ``after``."""
         with contextlib.suppress(OSError):
             self.roll()
-        self._descriptor = None
         self._after = After(part=self._at.part, seq=after.seq)
         self._at = Position(self._at.part + 1, after.seq, after.crc32c)
 
@@ -127,27 +123,13 @@ class SegmentWriter:
             files.make_durable(self.directory) if self._fsync else self.directory.mkdir(
                 parents=True, exist_ok=True
             )
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o666)
+            self._file.begin(path)
         self._fresh, self.segment_bytes = True, 0
         head = BeginHead(stretch=self._stretch, crc32c=at.crc32c, after=self._after)
         encoded = frames.encode(Place(at.part, self._process, at.seq + 1, 0), head, [], 0)
-        self._append(encoded.buffers)
-        self._after = None
-
-    def _append(self, buffers: Sequence[memoryview]) -> None:
-        assert self._descriptor is not None
-        waiting = [buffer for buffer in buffers if buffer.nbytes]
         with self._refusals("write"):
-            while waiting:
-                count = os.writev(self._descriptor, waiting[:_BUFFERS])
-                number = 0
-                while number < len(waiting) and count >= waiting[number].nbytes:
-                    count -= waiting[number].nbytes
-                    number += 1
-                waiting = waiting[number:]
-                if count:
-                    waiting[0] = waiting[0][count:]
+            self._file.append(encoded.buffers)
+        self._after = None
 
     def _refusals(self, action: str) -> contextlib.AbstractContextManager[None]:
         return files.typed_errors(self.directory, action, full="free space; no touched row is lost")

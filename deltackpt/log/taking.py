@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from deltackpt.save.extract import SegmentSource
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
 from deltackpt.save.taken import CopiedRows
 from deltackpt.state.marks import match_marks
+from deltackpt.state.remembered import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks
 
@@ -54,28 +55,41 @@ def rows_of(ids: Mapping[str, Any], split: Split) -> Rows:
             "ids: expected none with optax.MultiSteps, which moves all rows that it has gathered "
             "at the end of a window; leave them out: the stamps say which rows moved"
         )
-    tables = {table.name: table.rows for table in split.layout.tables}
+    names = _meant.get(split.layout, tuple(ids), lambda: _tables_meant(ids, split.layout))
     found: dict[str, np.ndarray] = {}
-    for given, numbers in ids.items():
-        name = globs.meant(given, tables, OptionError)
-        if name not in tables:
-            raise OptionError(
-                f"ids[{given!r}]: expected one of {sorted(tables)}, found no such table"
-            )
+    for (given, numbers), (name, count) in zip(ids.items(), names, strict=True):
         rows = np.asarray(numbers)
         if rows.dtype.kind not in "iu" and rows.size:
             raise OptionError(
                 f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; give numbers of rows"
             )
-        first, last = (rows.min(), rows.max()) if rows.size else (0, 0)
-        if not 0 <= first <= last < tables[name]:
+        flat = rows.astype(np.int64, copy=False).reshape(-1)
+        # Without its sign a negative one is beyond all tables.
+        if flat.size and int(flat.view(np.uint64).max()) >= count:
             raise OptionError(
-                f"ids[{given!r}]: expected rows from 0 to {tables[name] - 1}, found {first} to "
-                f"{last}; give those that the table was looked up with"
+                f"ids[{given!r}]: expected rows from 0 to {count - 1}, found {rows.min()} to "
+                f"{rows.max()}; give those that the table was looked up with"
             )
-        rows = _ascending(rows.astype(np.int64, copy=False).reshape(-1), tables[name])
+        rows = _ascending(flat, count)
         found[name] = rows if name not in found else np.union1d(found[name], rows)
     return found
+
+
+#: Names and rows of the tables that the keys of ``ids`` mean.
+_meant: ByLayout[tuple[tuple[str, int], ...]] = ByLayout()
+
+
+def _tables_meant(given: Iterable[str], layout: Layout) -> tuple[tuple[str, int], ...]:
+    tables = {table.name: table.rows for table in layout.tables}
+    found = []
+    for one in given:
+        name = globs.meant(one, tables, OptionError)
+        if name not in tables:
+            raise OptionError(
+                f"ids[{one!r}]: expected one of {sorted(tables)}, found no such table"
+            )
+        found.append((name, tables[name]))
+    return tuple(found)
 
 
 def _ascending(numbers: np.ndarray, rows: int) -> np.ndarray:

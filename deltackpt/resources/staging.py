@@ -8,10 +8,12 @@ directly.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +22,8 @@ from deltackpt.errors import OptionError
 from deltackpt.resources.memory import aligned_buffer
 
 _GRAIN_BYTES = 1 << 20
+#: Threads share copies of so many bytes at least, each in pieces of about so many.
+_SHARED_BYTES, _PIECE_BYTES = 8 << 20, 2 << 20
 _T = TypeVar("_T")
 
 
@@ -73,6 +77,37 @@ class Staging:
         finally:
             self._here = before
 
+    def copy(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Copies arrays; this thread does, and those of the pool help where it takes long.
+
+        Args:
+          pairs: where to, and what, of equal shapes.
+        """
+        if sum(source.nbytes for _, source in pairs) < _SHARED_BYTES:
+            for out, source in pairs:
+                np.copyto(out, source)
+            return
+        left = collections.deque(piece for pair in pairs for piece in _pieces(*pair))
+
+        def work() -> None:
+            while left:
+                try:
+                    out, source = left.popleft()
+                except IndexError:
+                    return
+                np.copyto(out, source)
+
+        helpers = [self._pool.submit(work) for _ in range(self.THREADS - 1)]
+        try:
+            work()
+        finally:
+            left.clear()
+            # Who has not begun is not waited for: nothing is left to be done.
+            begun = [helper for helper in helpers if not helper.cancel()]
+            concurrent.futures.wait(begun)
+        for helper in begun:
+            helper.result()
+
     def fits(self, nbytes: int) -> bool:
         """Whether buffers of ``nbytes`` in all can be taken now."""
         with self._lock:
@@ -80,7 +115,7 @@ class Staging:
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A buffer with undefined contents, to be given back after use."""
-        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             # What any small request gets fits all of them: else each would take a new one.
             most = max(4 * nbytes, 2 * _GRAIN_BYTES)
@@ -107,3 +142,13 @@ class Staging:
 
     def _kept_bytes(self) -> int:
         return self._lent_bytes() + sum(raw.nbytes for raw in self._free)
+
+
+def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A copy in pieces along the first axis."""
+    if source.nbytes < 2 * _PIECE_BYTES or not source.ndim:
+        yield out, source
+        return
+    count = max(1, len(source) * _PIECE_BYTES // source.nbytes)
+    for start in range(0, len(source), count):
+        yield out[start : start + count], source[start : start + count]

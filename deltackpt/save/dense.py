@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from deltackpt.resources.staging import Staging
-from deltackpt.save import dense_layout, extract
-from deltackpt.save.dense_layout import Chunk, Plan
+from deltackpt.save import dense_layout
+from deltackpt.save.dense_layout import Plan
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.storage import ocdbt
 from deltackpt.storage.batch import FileBatch
@@ -29,6 +29,9 @@ class DenseLeaves:
         self._values = values
         self._staging = staging
         self._lent = lent
+        held = (one.data for one in values)
+        #: Bytes of what is to be written.
+        self.nbytes = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in held)
 
     @classmethod
     def take(cls, tree: Any, process: int, staging: Staging) -> DenseLeaves:
@@ -44,13 +47,24 @@ class DenseLeaves:
         """
         plan = dense_layout.plan(tree, process)
         for chunk in plan.chunks:
-            if not extract.on_host(chunk.source):
+            if not chunk.on_host:
                 chunk.source.copy_to_host_async()
         lent: list[np.ndarray] = []
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
         values = [Value(key, data) for key, data in plan.described.items()]
         try:
             for chunk in plan.chunks:
-                values.append(Value(chunk.key, _copied(chunk, staging, lent)))
+                found = np.asarray(chunk.source)[chunk.window]
+                if not chunk.on_host:
+                    data = np.ascontiguousarray(found)  # Memory of its own.
+                elif found.nbytes < _STAGED_BYTES:
+                    data = np.array(found, order="C")
+                else:
+                    data = staging.take(found.shape, found.dtype)
+                    lent.append(data)
+                    copies.append((data, found))
+                values.append(Value(chunk.key, data))
+            staging.copy(copies)
         except BaseException:
             _give_back(lent, staging)
             raise
@@ -65,12 +79,6 @@ class DenseLeaves:
     def files(self) -> dict[str, str]:
         """Files that are to be written beside it, texts by their paths in the item."""
         return self._plan.files
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is to be written."""
-        held = (one.data for one in self._values)
-        return sum(len(one) if isinstance(one, bytes) else one.nbytes for one in held)
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""
@@ -97,18 +105,6 @@ class DenseLeaves:
         """Gives the memory back; safe to call again."""
         self._values = []
         _give_back(self._lent, self._staging)
-
-
-def _copied(chunk: Chunk, staging: Staging, lent: list[np.ndarray]) -> np.ndarray:
-    found = np.asarray(chunk.source)[chunk.window]
-    if not extract.on_host(chunk.source):
-        return np.ascontiguousarray(found)  # Memory of its own.
-    if found.nbytes < _STAGED_BYTES:
-        return np.array(found, order="C")
-    out = staging.take(found.shape, found.dtype)
-    lent.append(out)
-    np.copyto(out, found)
-    return out
 
 
 def _give_back(lent: list[np.ndarray], staging: Staging) -> None:

@@ -19,7 +19,7 @@ from deltackpt.errors import UnsupportedLeaf
 from deltackpt.format import dense_blocks
 from deltackpt.format.dense_blocks import BLOCK, Key
 from deltackpt.format.manifest import DenseLeaf, RollingShare, SaveId, path_name
-from deltackpt.save import coded_dense, dense_layout, device_blocks, extract
+from deltackpt.save import coded_dense, dense_layout, device_blocks
 from deltackpt.save.coded_dense import CodedDense, TakenValue
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.dense_coding import Coding
@@ -141,7 +141,7 @@ class DenseKeeper:
         plan = dense_layout.plan(tree, process)
         named = self._named(leaves, plan)
         for chunk in plan.chunks:
-            there = extract.on_host(chunk.source) or self._stays(chunk, named)
+            there = chunk.on_host or self._stays(chunk, named)
             if not there and chunk.key not in held:
                 chunk.source.copy_to_host_async()
         values = [_plain(name, text.encode(), file=True) for name, text in plan.files.items()]
@@ -216,7 +216,7 @@ class DenseKeeper:
     def _stays(self, chunk: Chunk, named: Mapping[str, tuple[str, Coding]]) -> bool:
         """Whether a chunk is encoded on its device."""
         source = chunk.source
-        if extract.on_host(source) or dense_blocks.is_plain(source.nbytes, source.dtype.name):
+        if chunk.on_host or dense_blocks.is_plain(source.nbytes, source.dtype.name):
             return False
         _, coding = named.get(_name_of(chunk.key), ("", Coding()))
         return device_blocks.takes(coding.codec, source.dtype.name)

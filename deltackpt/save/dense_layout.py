@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
+from deltackpt.save import extract
 from deltackpt.storage import ocdbt
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -42,19 +43,20 @@ _NAMED_DTYPES = frozenset(
 _EMPTY = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A chunk that this process writes.
 
     Attributes:
       key: its key in the database.
       source: an array that holds it.
       window: where in the array.
+      on_host: whether the array is in host memory.
     """
 
     key: str
     source: Any
     window: tuple[slice, ...]
+    on_host: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,6 +155,7 @@ class _Part(NamedTuple):
     leaf: int
     shard: int | None
     window: tuple[slice, ...]
+    on_host: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +174,7 @@ class _Outline:
         """The plan for the leaves of one tree."""
         shards: dict[int, Any] = {}
         chunks = []
-        for key, number, shard, window in self.parts:
+        for key, number, shard, window, on_host in self.parts:
             source = leaves[number]
             if number in self.keys:
                 source = jax.random.key_data(source)
@@ -181,7 +184,7 @@ class _Outline:
                 source = shards[number][shard].data
             elif not isinstance(source, jax.Array):
                 source = np.asarray(source)
-            chunks.append(Chunk(key, source, window))
+            chunks.append(Chunk(key, source, window, on_host))
         files = self.files
         if self.strings:
             texts = {name: leaves[number] for name, number in self.strings}
@@ -246,7 +249,7 @@ def _outline(tree: Any, process: int) -> _Outline:
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
                 key = ocdbt.chunk_key(name, (0,) * array.ndim)
-                parts.append(_Part(key, number, None, ()))
+                parts.append(_Part(key, number, None, (), True))
         tree_metadata[str(tuple(key for key, _ in keys))] = {
             "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
             "value_metadata": value,
@@ -294,8 +297,8 @@ def _parts(
 ) -> Iterator[_Part]:
     if len(array.sharding.device_set) == 1:
         if array.is_fully_addressable:
-            index = (0,) * array.ndim
-            yield _Part(ocdbt.chunk_key(name, index), number, None, (slice(None),) * array.ndim)
+            key, whole = ocdbt.chunk_key(name, (0,) * array.ndim), (slice(None),) * array.ndim
+            yield _Part(key, number, None, whole, extract.on_host(array))
         return
     for place, shard in enumerate(array.addressable_shards):
         if axis is None and shard.replica_id:
@@ -307,7 +310,8 @@ def _parts(
             starts[axis] += offset
             window[axis] = slice(offset, offset + extent[axis])
         index = [start // size for start, size in zip(starts, extent, strict=True)]
-        yield _Part(ocdbt.chunk_key(name, index), number, place, tuple(window))
+        key = ocdbt.chunk_key(name, index)
+        yield _Part(key, number, place, tuple(window), extract.on_host(shard.data))
 
 
 def _covered_array(array: jax.Array) -> str | None:

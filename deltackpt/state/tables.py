@@ -83,6 +83,9 @@ class _Plan:
 
 
 _plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
+#: The one that was asked for last, with its key: its shardings are those of the next state, too,
+#: where one jitted step has made both, and are quickly compared with themselves.
+_newest: weakref.WeakKeyDictionary[Tables, tuple[Any, _Plan]] = weakref.WeakKeyDictionary()
 #: Those whose dense leaves can be stored, with the numbers of those whose value decides.
 _storable: weakref.WeakKeyDictionary[_Plan, list[int]] = weakref.WeakKeyDictionary()
 #: Those whose user was told of slots that are saved whole each time.
@@ -193,14 +196,19 @@ def _plan_of(state: Any, tables: Tables, leaves: list[Any], treedef: Any) -> _Pl
     known = _plans.setdefault(tables, {})
     key = (treedef, tuple(map(_signature, leaves)))
     try:
-        plan = known.get(key)
-    except TypeError:  # a static field of the state that cannot be hashed
+        newest = _newest.get(tables)
+        if newest is not None and newest[0] == key:
+            plan = newest[1]
+        else:
+            plan = known.get(key)
+    except (TypeError, ValueError):  # a static field that cannot be hashed, or compared
         return _find_plan(state, tables)
     if plan is None:
         plan = _find_plan(state, tables)
         if len(known) >= _REMEMBERED:
             known.clear()
         known[key] = plan
+    _newest[tables] = key, plan
     return plan
 
 

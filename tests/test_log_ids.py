@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that a caller of ``log(ids=...)`` says were touched: of any dtype, and none beyond."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deltackpt
+from deltackpt.errors import OptionError
+from deltackpt.log.taking import rows_of
+from deltackpt.state import tables
+from deltackpt.state.tables import Split
+
+ROWS = {"users": 300, "items": 5}
+#: Of one pattern, whose states all have one layout.
+CHOICE = deltackpt.Tables(select="tables/*", slots={})
+
+
+@pytest.fixture
+def split() -> Split:
+    state = {"tables": {name: np.zeros((rows, 2), np.float32) for name, rows in ROWS.items()}}
+    return tables.split(state, CHOICE)
+
+
+@pytest.mark.parametrize("dtype", ["i2", "i4", "i8", ">i4", "u1", "u2", "u8", ">u8"])
+@pytest.mark.parametrize("count", [3, 200])
+def test_each_row_is_given_once_in_order(split, dtype, count):
+    """Few numbers are sorted, for many there are flags."""
+    most = min(ROWS["users"], np.iinfo(dtype).max + 1)
+    given = np.random.default_rng(0).integers(0, most, count).astype(dtype)
+    given[0] = most - 1
+    for ids in (given, given.reshape(-1, 1), given[::-1], np.repeat(given, 2)[::2]):
+        found = rows_of({"users": ids}, split)["tables/users"]
+        assert found.dtype == np.int64
+        np.testing.assert_array_equal(found, sorted({*given.tolist()}))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([5], "i8"),
+        np.array([0, -1], "i1"),
+        np.array([-1, 4], "i2"),
+        np.array([-(1 << 31)], "i4"),
+        np.array([3, -(1 << 63)], "i8"),
+        np.array([(1 << 64) - 1], "u8"),
+        np.array([1 << 63], "u8"),
+        np.array([1 << 24], ">i4"),
+        [-5],
+        7,
+    ],
+)
+def test_rows_that_the_table_has_not_are_refused(split, ids):
+    """A negative number of few bits would be a row of a longer table without its sign."""
+    longer = np.array([299], "i2")
+    for name in ("items", "tables/items"):
+        with pytest.raises(OptionError, match=r"expected rows from 0 to 4, found"):
+            rows_of({"users": longer, name: ids}, split)
+
+
+def test_a_negative_number_of_few_bits_is_no_row_of_a_longer_table(split):
+    with pytest.raises(OptionError, match="found -1 to 7"):
+        rows_of({"users": np.array([-1, 7], "i1")}, split)
+
+
+@pytest.mark.parametrize("ids", [[1.0], [True], np.array(["a"])])
+def test_what_is_no_number_of_a_row_is_refused(split, ids):
+    with pytest.raises(OptionError, match="expected integers"):
+        rows_of({"items": ids}, split)
+
+
+def test_tables_are_known_by_the_ends_of_their_paths(split):
+    given: dict[str, Any] = {"users": [7, 2], "tables/users": [2, 9], "items": []}
+    for _ in range(2):
+        found = rows_of(given, split)
+        assert {name: rows.tolist() for name, rows in found.items()} == {
+            "tables/users": [2, 7, 9],
+            "tables/items": [],
+        }
+    for _ in range(2):
+        with pytest.raises(OptionError, match="found no such table"):
+            rows_of({"others": [1]}, split)
