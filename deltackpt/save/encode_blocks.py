@@ -18,6 +18,8 @@ from deltackpt.codecs import packing, uniform
 from deltackpt.codecs.block_codec import BlockCodec
 from deltackpt.codecs.of_blocks import Alone, Difference
 from deltackpt.codecs.uniform import Uniform
+from deltackpt.codecs.widening import widened
+from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.save import encode_logarithms
 
@@ -25,8 +27,21 @@ from deltackpt.save import encode_logarithms
 PIECE_BLOCKS = 1024
 #: The least greatest magnitude of what is encoded, where that is not 0: scales are normal numbers.
 SMALLEST = 2.0**-80
+#: Added and taken away again, it rounds small float32 numbers as ``np.rint`` does, but that what
+#: becomes zero has no sign, as zero has none as a code: 1.5 times the first power of two from which
+#: on there are whole numbers only.
+_ROUNDS = np.float32(1.5 * 2.0**23)
 #: Sums of squares in float32 that are surely neither too small nor too large for it.
 _SURE = 2.0**-60, 2.0**120
+
+
+class Scratch:
+    """Memory of one thread for what comes between: fresh memory costs as much as what fills it."""
+
+    def __init__(self) -> None:
+        floats = np.empty((4, PIECE_BLOCKS, BLOCK), np.float32)
+        self.values, self.reference, self.change, self.other = floats
+        self.codes = np.empty((PIECE_BLOCKS, BLOCK), np.int8)
 
 
 class EncodedBlocks(NamedTuple):
@@ -34,15 +49,23 @@ class EncodedBlocks(NamedTuple):
 
     Attributes:
       arrays: suffix to stored array, first axis n.
-      held: (n,) bool, False for blocks that the codec does not hold: their arrays say nothing.
+      held: (n,) bool, False for blocks that the codec does not hold, or that are not wanted: their
+        arrays say nothing.
+      squared_error: the sum over the blocks that are held.
     """
 
     arrays: Mapping[str, np.ndarray]
     held: np.ndarray
+    squared_error: float
 
 
 def encode(
-    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, out: np.ndarray
+    codec: BlockCodec,
+    now: np.ndarray,
+    before: np.ndarray | None,
+    out: np.ndarray,
+    wanted: np.ndarray,
+    scratch: Scratch,
 ) -> EncodedBlocks:
     """Encodes a piece.
 
@@ -51,43 +74,57 @@ def encode(
       now: (n, 256) of a float dtype, n at most ``PIECE_BLOCKS``.
       before: likewise the reference, of relative codecs.
       out: likewise, gets what the blocks decode to; of those that are not held, anything.
+      wanted: (n,) bool; a few of the others cost less than copies of those that are wanted.
+      scratch: of the thread.
     """
+    values = widened(now, scratch.values)
     # What is not finite is found in what comes of it.
     with np.errstate(all="ignore"):
         if isinstance(codec, Difference):
             assert before is not None
-            reference = before.astype(np.float32, copy=False)
-            values = now.astype(np.float32, copy=False) - reference
-            arrays, held = _symmetric(codec.code, values)
-            values += reference
-            np.copyto(out, values, casting="unsafe")
+            reference = widened(before, scratch.reference)
+            change = np.subtract(values, reference, out=scratch.change[: len(now)])
+            arrays, held = _symmetric(codec.code, change, scratch)
+            if out.dtype == np.float32:
+                np.add(change, reference, out=out)
+            else:
+                change += reference
+                np.copyto(out, change, casting="unsafe")
         elif isinstance(codec, Alone):
-            values = now.astype(np.float32)
-            arrays, held = _symmetric(codec.code, values)
-            np.copyto(out, values, casting="unsafe")
+            arrays, held = _symmetric(codec.code, values, scratch)
+            np.copyto(out, scratch.change[: len(now)], casting="unsafe")
         else:
             arrays, held = encode_logarithms.encode(codec, now, before)
             codec.decode(arrays, before, out)
         if out.dtype == np.float16:
             # Rounded up in its last steps, a code may lead out of this narrow range.
             held &= np.isfinite(out).all(axis=1)
-    return EncodedBlocks(arrays, held)
+        held &= wanted
+        found = widened(out, scratch.other)
+        missed = np.subtract(values, found, out=scratch.other[: len(now)])
+    return EncodedBlocks(arrays, held, squares(missed, held))
 
 
-def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Codes of float32 numbers, (n, 256), in whose place they leave what they stand for.
+def _symmetric(
+    code: Uniform, values: np.ndarray, scratch: Scratch
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Codes of float32 numbers, (n, 256); ``scratch.change`` gets what they stand for.
 
     That is what ``Uniform.decode`` makes of them; unpacking what was just packed takes a third of
     all time.
     """
     # The patterns of magnitudes ascend with them, and those of NaN lie above infinity.
-    greatest = np.abs(values).view(np.uint32).max(axis=1).view(np.float32)
+    magnitudes = np.abs(values, out=scratch.other[: len(values)])
+    greatest = magnitudes.view(np.uint32).max(axis=1).view(np.float32)
     held = _within(greatest)
     scale = np.where(held, greatest, 0) / np.float32(code.highest)
     rounded, stored = _scale(code, scale)
-    values *= _inverse(rounded)[:, None]
-    codes = np.rint(values, out=values).astype(np.int8)
-    np.multiply(codes, rounded[:, None], out=values)
+    change = np.multiply(values, _inverse(rounded)[:, None], out=scratch.change[: len(values)])
+    change += _ROUNDS
+    change -= _ROUNDS
+    codes = scratch.codes[: len(values)]
+    np.copyto(codes, change, casting="unsafe")
+    change *= rounded[:, None]
     return {"": _packed(codes, code), "scale": stored}, held
 
 
@@ -111,26 +148,26 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
-    """See ``codecs.packing``: (n, 256) int8, less the middle, to bytes."""
+    """See ``codecs.packing``: (n, 256) int8, less the middle, to bytes; it may change them."""
     if code.bits == 8:
         return codes.view(np.uint8) ^ np.uint8(code.middle)
-    return packing.pack((codes + np.int8(code.middle)).view(np.uint8))
+    codes += np.int8(code.middle)
+    return packing.pack(codes.view(np.uint8))
 
 
-def squares(blocks: np.ndarray, other: np.ndarray | None = None) -> float:
-    """The sum of the squares of the numbers of a piece, or of what two differ by.
+def squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
+    """The sum of the squares of float32 numbers; those that are not finite count nothing.
 
-    Numbers that are not finite count nothing.
+    Args:
+      values: (n, 256).
+      chosen: which of the n blocks count.
     """
-    values = blocks.astype(np.float32, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        if other is not None:
-            values = values - other.astype(np.float32, copy=False)
         # Of a block each: a product of the whole piece would wake the threads of the BLAS.
-        found = float(np.vecdot(values, values).sum(dtype=np.float64))
+        found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
     if _SURE[0] < found < _SURE[1]:
         return found
-    exact = values.astype(np.float64)
+    exact = values[chosen].astype(np.float64)
     return float(np.square(exact[np.isfinite(exact)]).sum())
 
 
