@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short floats as float32, in memory that is there: exact, bit for bit what a cast makes of them."""
+"""Short floats as float32, in memory that is there: bit for bit what a cast makes of them."""
 
 from __future__ import annotations
 

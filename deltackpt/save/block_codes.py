@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from deltackpt.codecs import of_blocks
-from deltackpt.codecs.widening import widened
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import encode_blocks
 from deltackpt.save.dense_references import Array
+from deltackpt.save.scratch import PIECE_BLOCKS
 
 #: Blocks that one thread encodes at once.
 _SPAN_BLOCKS = 1 << 14
@@ -314,27 +314,26 @@ def _lossy(
     skip_unchanged: bool,
 ) -> _Span:
     """Encodes a span; ``decoded`` gets what a reader will find."""
-    scratch = encode_blocks.Scratch()
     pieces: list[CodedBlocks] = []
     error = norm = 0.0
-    for first in range(0, len(now), encode_blocks.PIECE_BLOCKS):
-        part = slice(first, first + encode_blocks.PIECE_BLOCKS)
+    for first in range(0, len(now), PIECE_BLOCKS):
+        part = slice(first, first + PIECE_BLOCKS)
         rows, out = now[part], decoded[part]
         reference = None if before is None else before[part]
-        norm += encode_blocks.squares(widened(rows, scratch.values))
+        norm += encode_blocks.squares(rows)
         numbers = np.arange(start + first, start + first + len(rows))
         changed = np.ones(len(rows), bool)
         if reference is not None and skip_unchanged:
             changed = changed_blocks(rows, reference)
         if np.count_nonzero(changed) > _MOSTLY * len(rows):
-            coded, missed = _coded(codec, rows, reference, numbers, out, changed, scratch)
+            coded, missed = _coded(codec, rows, reference, numbers, out, changed)
             if not changed.all():
                 assert reference is not None
                 out[~changed] = reference[~changed]
         else:
             assert reference is not None
             np.copyto(out, reference)
-            coded, missed = _gathered(codec, rows, reference, numbers, out, changed, scratch)
+            coded, missed = _gathered(codec, rows, reference, numbers, out, changed)
         pieces += coded
         error += missed
     return _Span(pieces, error, norm)
@@ -347,7 +346,6 @@ def _coded(
     numbers: np.ndarray,
     out: np.ndarray,
     wanted: np.ndarray,
-    scratch: encode_blocks.Scratch,
 ) -> tuple[list[CodedBlocks], float]:
     """Encodes a piece; what a codec does not hold is left to the next wider one.
 
@@ -358,7 +356,6 @@ def _coded(
       numbers: of the blocks in the leaf.
       out: likewise, gets what the wanted ones decode to, and of the others anything.
       wanted: (n,) bool.
-      scratch: of the thread.
 
     Returns:
       What is stored, and the sum of the squares of its errors.
@@ -367,7 +364,7 @@ def _coded(
         np.copyto(out, rows)
         raw = _lossless("raw", rows, None, np.flatnonzero(wanted), 0)
         return [raw._replace(blocks=numbers[wanted])], 0.0
-    coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out, wanted, scratch)
+    coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out, wanted)
     if coded.held.all():
         return [CodedBlocks(codec, numbers, coded.arrays)], coded.squared_error
     pieces = []
@@ -375,9 +372,7 @@ def _coded(
         arrays = {name: array[coded.held] for name, array in coded.arrays.items()}
         pieces.append(CodedBlocks(codec, numbers[coded.held], arrays))
     left = wanted & ~coded.held
-    others, missed = _gathered(
-        of_blocks.wider(codec), rows, reference, numbers, out, left, scratch
-    )
+    others, missed = _gathered(of_blocks.wider(codec), rows, reference, numbers, out, left)
     return pieces + others, coded.squared_error + missed
 
 
@@ -388,7 +383,6 @@ def _gathered(
     numbers: np.ndarray,
     out: np.ndarray,
     wanted: np.ndarray,
-    scratch: encode_blocks.Scratch,
 ) -> tuple[list[CodedBlocks], float]:
     """As ``_coded``, by way of copies: for few wanted ones. Others of ``out`` stay as they are."""
     count = np.count_nonzero(wanted)
@@ -397,6 +391,6 @@ def _gathered(
     before = None if reference is None else reference[wanted]
     found = np.empty((count, BLOCK), out.dtype)
     every = np.ones(count, bool)
-    coded = _coded(codec, rows[wanted], before, numbers[wanted], found, every, scratch)
+    coded = _coded(codec, rows[wanted], before, numbers[wanted], found, every)
     out[wanted] = found
     return coded

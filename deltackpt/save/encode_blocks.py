@@ -19,12 +19,10 @@ from deltackpt.codecs.block_codec import BlockCodec
 from deltackpt.codecs.of_blocks import Alone, Difference
 from deltackpt.codecs.uniform import Uniform
 from deltackpt.codecs.widening import widened
-from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.save import encode_logarithms
+from deltackpt.save.scratch import PIECE_BLOCKS, SCRATCH
 
-#: Blocks of a piece: of float32, 1 MiB; shorter ones pay more for the calls than the cache saves.
-PIECE_BLOCKS = 1024
 #: The least greatest magnitude of what is encoded, where that is not 0: scales are normal numbers.
 SMALLEST = 2.0**-80
 #: Added and taken away again, it rounds small float32 numbers as ``np.rint`` does, but that what
@@ -33,15 +31,6 @@ SMALLEST = 2.0**-80
 _ROUNDS = np.float32(1.5 * 2.0**23)
 #: Sums of squares in float32 that are surely neither too small nor too large for it.
 _SURE = 2.0**-60, 2.0**120
-
-
-class Scratch:
-    """Memory of one thread for what comes between: fresh memory costs as much as what fills it."""
-
-    def __init__(self) -> None:
-        floats = np.empty((4, PIECE_BLOCKS, BLOCK), np.float32)
-        self.values, self.reference, self.change, self.other = floats
-        self.codes = np.empty((PIECE_BLOCKS, BLOCK), np.int8)
 
 
 class EncodedBlocks(NamedTuple):
@@ -65,7 +54,6 @@ def encode(
     before: np.ndarray | None,
     out: np.ndarray,
     wanted: np.ndarray,
-    scratch: Scratch,
 ) -> EncodedBlocks:
     """Encodes a piece.
 
@@ -75,54 +63,53 @@ def encode(
       before: likewise the reference, of relative codecs.
       out: likewise, gets what the blocks decode to; of those that are not held, anything.
       wanted: (n,) bool; a few of the others cost less than copies of those that are wanted.
-      scratch: of the thread.
     """
-    values = widened(now, scratch.values)
+    values = widened(now, SCRATCH.values)
+    reference = None
+    if before is not None and codec.relative:
+        reference = widened(before, SCRATCH.reference)
     # What is not finite is found in what comes of it.
     with np.errstate(all="ignore"):
         if isinstance(codec, Difference):
-            assert before is not None
-            reference = widened(before, scratch.reference)
-            change = np.subtract(values, reference, out=scratch.change[: len(now)])
-            arrays, held = _symmetric(codec.code, change, scratch)
+            assert reference is not None
+            change = np.subtract(values, reference, out=SCRATCH.change[: len(now)])
+            arrays, held = _symmetric(codec.code, change)
             if out.dtype == np.float32:
                 np.add(change, reference, out=out)
             else:
                 change += reference
                 np.copyto(out, change, casting="unsafe")
         elif isinstance(codec, Alone):
-            arrays, held = _symmetric(codec.code, values, scratch)
-            np.copyto(out, scratch.change[: len(now)], casting="unsafe")
+            arrays, held = _symmetric(codec.code, values)
+            np.copyto(out, SCRATCH.change[: len(now)], casting="unsafe")
         else:
-            arrays, held = encode_logarithms.encode(codec, now, before)
+            arrays, held = encode_logarithms.encode(codec, values, reference, now.dtype)
             codec.decode(arrays, before, out)
         if out.dtype == np.float16:
             # Rounded up in its last steps, a code may lead out of this narrow range.
             held &= np.isfinite(out).all(axis=1)
         held &= wanted
-        found = widened(out, scratch.other)
-        missed = np.subtract(values, found, out=scratch.other[: len(now)])
-    return EncodedBlocks(arrays, held, squares(missed, held))
+        found = widened(out, SCRATCH.other)
+        missed = np.subtract(values, found, out=SCRATCH.other[: len(now)])
+    return EncodedBlocks(arrays, held, _squares(missed, held))
 
 
-def _symmetric(
-    code: Uniform, values: np.ndarray, scratch: Scratch
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Codes of float32 numbers, (n, 256); ``scratch.change`` gets what they stand for.
+def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Codes of float32 numbers, (n, 256); ``SCRATCH.change`` gets what they stand for.
 
     That is what ``Uniform.decode`` makes of them; unpacking what was just packed takes a third of
     all time.
     """
     # The patterns of magnitudes ascend with them, and those of NaN lie above infinity.
-    magnitudes = np.abs(values, out=scratch.other[: len(values)])
+    magnitudes = np.abs(values, out=SCRATCH.other[: len(values)])
     greatest = magnitudes.view(np.uint32).max(axis=1).view(np.float32)
     held = _within(greatest)
     scale = np.where(held, greatest, 0) / np.float32(code.highest)
     rounded, stored = _scale(code, scale)
-    change = np.multiply(values, _inverse(rounded)[:, None], out=scratch.change[: len(values)])
+    change = np.multiply(values, _inverse(rounded)[:, None], out=SCRATCH.change[: len(values)])
     change += _ROUNDS
     change -= _ROUNDS
-    codes = scratch.codes[: len(values)]
+    codes = SCRATCH.codes[: len(values)]
     np.copyto(codes, change, casting="unsafe")
     change *= rounded[:, None]
     return {"": _packed(codes, code), "scale": stored}, held
@@ -155,13 +142,19 @@ def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
     return packing.pack(codes.view(np.uint8))
 
 
-def squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
-    """The sum of the squares of float32 numbers; those that are not finite count nothing.
+def squares(blocks: np.ndarray) -> float:
+    """The sum of the squares of the numbers of blocks; those that are not finite count nothing.
 
     Args:
-      values: (n, 256).
-      chosen: which of the n blocks count.
+      blocks: (n, 256) of a float dtype.
     """
+    pieces = range(0, len(blocks), PIECE_BLOCKS)
+    parts = (blocks[start : start + PIECE_BLOCKS] for start in pieces)
+    return math.fsum(_squares(widened(part, SCRATCH.values)) for part in parts)
+
+
+def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
+    """As ``squares``, of float32 numbers of a piece, and of the chosen blocks alone."""
     with np.errstate(over="ignore", invalid="ignore"):
         # Of a block each: a product of the whole piece would wake the threads of the BLAS.
         found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
