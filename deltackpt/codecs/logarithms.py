@@ -44,7 +44,7 @@ WITHIN = {
     "float16": (2.0**-12, 2.0**14),
 }
 #: Blocks that are decoded at once stay in the cache.
-_PIECE_BLOCKS = 256
+_PIECE_BLOCKS = 512
 _SIGNIFICAND_BITS = 23
 
 

@@ -62,14 +62,14 @@ def encode(
       now: (n, 256) of a float dtype, n at most ``PIECE_BLOCKS``.
       before: likewise the reference, of relative codecs.
       out: likewise, gets what the blocks decode to; of those that are not held, anything.
-      wanted: (n,) bool; a few of the others cost less than copies of those that are wanted.
+      wanted: (n,) bool, which blocks are to be encoded: a few others in between cost less than
+        copies of those that are.
     """
-    values = widened(now, SCRATCH.values)
-    reference = None
-    if before is not None and codec.relative:
-        reference = widened(before, SCRATCH.reference)
     # What is not finite is found in what comes of it.
     with np.errstate(all="ignore"):
+        values, reference = widened(now, SCRATCH.values), None
+        if before is not None and codec.relative:
+            reference = widened(before, SCRATCH.reference)
         if isinstance(codec, Difference):
             assert reference is not None
             change = np.subtract(values, reference, out=SCRATCH.change[: len(now)])
@@ -91,7 +91,7 @@ def encode(
         held &= wanted
         found = widened(out, SCRATCH.other)
         missed = np.subtract(values, found, out=SCRATCH.other[: len(now)])
-    return EncodedBlocks(arrays, held, _squares(missed, held))
+        return EncodedBlocks(arrays, held, _squares(missed, held))
 
 
 def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -150,14 +150,14 @@ def squares(blocks: np.ndarray) -> float:
     """
     pieces = range(0, len(blocks), PIECE_BLOCKS)
     parts = (blocks[start : start + PIECE_BLOCKS] for start in pieces)
-    return math.fsum(_squares(widened(part, SCRATCH.values)) for part in parts)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.fsum(_squares(widened(part, SCRATCH.values)) for part in parts)
 
 
 def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
     """As ``squares``, of float32 numbers of a piece, and of the chosen blocks alone."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        # Of a block each: a product of the whole piece would wake the threads of the BLAS.
-        found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
+    # Of a block each: a product of the whole piece would wake the threads of the BLAS.
+    found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
     if _SURE[0] < found < _SURE[1]:
         return found
     exact = values[chosen].astype(np.float64)
