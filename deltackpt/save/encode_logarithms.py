@@ -71,12 +71,12 @@ def _difference(
     values: np.ndarray, reference: np.ndarray, within: tuple[float, float]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     limits = np.array(within, np.float32)
-    held = _held(values, limits) & _held(reference, limits)
+    held, no_zero = _held(values, limits)
+    held &= _held(reference, limits)[0]
     moved = np.divide(values, reference, out=SCRATCH.change[: len(values)])
     np.log2(moved, out=moved)
-    zero = None
-    if values.view(np.uint32).min() == 0:
-        zero = values == 0
+    zero = None if no_zero else values == 0
+    if zero is not None:
         moved[zero] = 0
     moved *= np.float32(FINE)
     magnitudes = np.abs(moved, out=SCRATCH.other[: len(values)])
@@ -95,10 +95,13 @@ def _difference(
     return {"": packing.pack(codes.view(np.uint8)), "step": step.astype(np.uint8)}, held
 
 
-def _held(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Whether all numbers of a block are zero or within limits, (n,) bool."""
+def _held(values: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Whether all numbers of a block are zero or within limits, (n,) bool.
+
+    And whether all of the piece are within, so that none is zero.
+    """
     low, high = limits.view(np.uint32)
     patterns = values.view(np.uint32)
     if low <= patterns.min() and patterns.max() <= high:
-        return np.ones(len(values), bool)
-    return ((patterns == 0) | ((patterns >= low) & (patterns <= high))).all(axis=1)
+        return np.ones(len(values), bool), True
+    return ((patterns == 0) | ((patterns >= low) & (patterns <= high))).all(axis=1), False
