@@ -22,7 +22,6 @@ import numpy as np
 
 from deltackpt.codecs import packing
 from deltackpt.codecs.block_codec import FLOATS, BlockArray
-from deltackpt.codecs.widening import widened
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import dtype_of
 
@@ -44,7 +43,7 @@ WITHIN = {
     "float16": (2.0**-12, 2.0**14),
 }
 #: Blocks that are decoded at once stay in the cache.
-_PIECE_BLOCKS = 512
+_PIECE_BLOCKS = 256
 _SIGNIFICAND_BITS = 23
 
 
@@ -153,18 +152,14 @@ class Logarithms:
         table = _places(out.dtype.name)
         steps = arrays["step"].astype(np.uint16)[:, None]
         firsts = arrays["low"][:, None] - steps
-        room = np.empty((min(len(out), _PIECE_BLOCKS), BLOCK), np.uint16)
-        wide = np.empty(room.shape, np.intp)
         for start in range(0, len(out), _PIECE_BLOCKS):
             part = slice(start, start + _PIECE_BLOCKS)
             codes, found = arrays[""][part], out[part]
-            places, indices = room[: len(found)], wide[: len(found)]
-            np.copyto(places, codes)
+            places = codes.astype(np.uint16)
             places *= steps[part]
             places += firsts[part]
-            np.copyto(indices, places)
             # All places are in the table, and of the ways to say so this one is the fastest.
-            np.take(table, indices, out=found, mode="wrap")
+            np.take(table, places, out=found, mode="wrap")
             if not codes.all():
                 found[codes == 0] = 0
 
@@ -204,21 +199,18 @@ class LogarithmDifference:
         half = BLOCK // 2
         firsts = steps.astype(np.uint16)[:, None] << 8
         factor = np.empty((min(len(out), _PIECE_BLOCKS), half), np.float32)
-        wide = np.empty(factor.shape, np.intp)
-        before = np.empty((len(factor), BLOCK), np.float32)
         for start in range(0, len(out), _PIECE_BLOCKS):
             part = slice(start, start + _PIECE_BLOCKS)
-            places = wide[: len(arrays[""][part])]
-            np.bitwise_or(firsts[part], arrays[""][part], out=places)
+            places = (firsts[part] | arrays[""][part]).astype(np.intp)
             found = factor[: len(places)]
-            values = widened(reference[part], before)
             for first, table in zip((0, half), _factors_of_bytes(), strict=True):
                 columns = slice(first, first + half)
                 np.take(table, places, out=found, mode="wrap")
+                before = reference[part, columns].astype(np.float32, copy=False)
                 if out.dtype == np.float32:
-                    np.multiply(values[:, columns], found, out=out[part, columns])
+                    np.multiply(before, found, out=out[part, columns])
                 else:
-                    np.multiply(values[:, columns], found, out=found)
+                    np.multiply(before, found, out=found)
                     np.copyto(out[part, columns], found, casting="unsafe")
 
 
