@@ -141,6 +141,28 @@ def test_blocks_that_did_not_change_are_left_out(name, pool):
     assert sum(len(piece.blocks) for piece in everything.pieces) == 700
 
 
+@pytest.mark.parametrize("dtype", of_blocks.FLOATS)
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("kept", [3, 30])
+def test_what_did_not_change_keeps_its_bits_beside_few_or_many_that_did(name, dtype, kept, pool):
+    rng = np.random.default_rng(0)
+    before = (np.abs(rng.normal(size=(40, BLOCK))) + 0.1).astype(np.float32).astype(dtype)
+    before[:3, :4] = [-0.0, np.nan, -np.inf, 1.0]
+    now = before.copy()
+    now[kept:] = (now[kept:].astype(np.float32) * np.float32(1.1)).astype(dtype)
+    now[39, 7] = np.nan
+    leaf = encode(now, before, name, pool)
+    stored = {piece.codec: piece.blocks.tolist() for piece in leaf.pieces}
+    assert stored == {name: list(range(kept, 39)), "raw": [39]}
+    assert np.array_equal(bits(leaf.decoded[:kept]), bits(before[:kept]))
+    assert np.array_equal(bits(decoded(leaf, before, now)), bits(leaf.decoded))
+    # Blocks that did not change, or are kept as they are, add no error.
+    lost = leaf.decoded[kept:39].astype(np.float64) - now[kept:39].astype(np.float64)
+    exact = now.astype(np.float64)
+    norm = np.square(exact[np.isfinite(exact)]).sum()
+    assert leaf.error == pytest.approx(np.sqrt(np.square(lost).sum() / norm), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", of_blocks.names())
 def test_a_leaf_of_several_spans_is_as_its_blocks_are(name, pool, monkeypatch):
     rng = np.random.default_rng(0)

@@ -20,6 +20,7 @@ from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import encode_blocks
 from deltackpt.save.dense_references import Array
+from deltackpt.save.scratch import PIECE_BLOCKS
 
 #: Blocks that one thread encodes at once.
 _SPAN_BLOCKS = 1 << 14
@@ -31,6 +32,9 @@ _MOST_SPARSE = {1: 96, 2: 32, 4: 160, 8: 200}
 _MOST_VANISHED = 0.01
 #: Bytes of numbers whose XOR gains by byte planes; wider ones lose time and gain a third.
 _PLANES_BYTES = 2
+#: Share of the blocks of a piece from which on all are encoded where they lie, and those that did
+#: not change are dropped then: copies of the others would cost a third of all time.
+_MOSTLY = 0.75
 #: Words of 8 bytes of a block that are looked at first.
 _FIRST_WORDS = 4
 
@@ -216,7 +220,9 @@ def changed_blocks(now: np.ndarray, before: np.ndarray) -> np.ndarray:
     """Which blocks changed, by their bits: (n,) bool."""
     words, other = now.view(np.uint64), before.view(np.uint64)
     # Where an optimizer was at work, the first numbers of a block say so.
-    changed = (words[:, :_FIRST_WORDS] != other[:, :_FIRST_WORDS]).any(axis=1)
+    changed = words[:, 0] != other[:, 0]
+    for word in range(1, _FIRST_WORDS):
+        changed |= words[:, word] != other[:, word]
     same = np.flatnonzero(~changed)
     if len(same) == len(now):
         return (words != other).any(axis=1)
@@ -310,26 +316,26 @@ def _lossy(
     """Encodes a span; ``decoded`` gets what a reader will find."""
     pieces: list[CodedBlocks] = []
     error = norm = 0.0
-    for first in range(0, len(now), encode_blocks.PIECE_BLOCKS):
-        part = slice(first, first + encode_blocks.PIECE_BLOCKS)
+    for first in range(0, len(now), PIECE_BLOCKS):
+        part = slice(first, first + PIECE_BLOCKS)
         rows, out = now[part], decoded[part]
         reference = None if before is None else before[part]
         norm += encode_blocks.squares(rows)
         numbers = np.arange(start + first, start + first + len(rows))
-        changed = None
+        changed = np.ones(len(rows), bool)
         if reference is not None and skip_unchanged:
             changed = changed_blocks(rows, reference)
-        if changed is None or changed.all():
-            pieces += _coded(codec, rows, reference, numbers, out)
-            error += encode_blocks.squares(rows, out)
-            continue
-        assert reference is not None
-        np.copyto(out, reference)
-        if changed.any():
-            rows, found = rows[changed], np.empty_like(rows[changed])
-            pieces += _coded(codec, rows, reference[changed], numbers[changed], found)
-            error += encode_blocks.squares(rows, found)
-            out[changed] = found
+        if np.count_nonzero(changed) > _MOSTLY * len(rows):
+            coded, missed = _coded(codec, rows, reference, numbers, out, changed)
+            if not changed.all():
+                assert reference is not None
+                out[~changed] = reference[~changed]
+        else:
+            assert reference is not None
+            np.copyto(out, reference)
+            coded, missed = _gathered(codec, rows, reference, numbers, out, changed)
+        pieces += coded
+        error += missed
     return _Span(pieces, error, norm)
 
 
@@ -339,7 +345,8 @@ def _coded(
     reference: np.ndarray | None,
     numbers: np.ndarray,
     out: np.ndarray,
-) -> list[CodedBlocks]:
+    wanted: np.ndarray,
+) -> tuple[list[CodedBlocks], float]:
     """Encodes a piece; what a codec does not hold is left to the next wider one.
 
     Args:
@@ -347,21 +354,43 @@ def _coded(
       rows: (n, 256).
       reference: likewise.
       numbers: of the blocks in the leaf.
-      out: likewise, gets what they decode to.
+      out: likewise, gets what the wanted ones decode to, and of the others anything.
+      wanted: (n,) bool.
+
+    Returns:
+      What is stored, and the sum of the squares of its errors.
     """
     if codec == of_blocks.EXACT:
         np.copyto(out, rows)
-        return [_lossless("raw", rows, None, np.arange(len(rows)), 0)._replace(blocks=numbers)]
-    coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out)
+        raw = _lossless("raw", rows, None, np.flatnonzero(wanted), 0)
+        return [raw._replace(blocks=numbers[wanted])], 0.0
+    coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out, wanted)
     if coded.held.all():
-        return [CodedBlocks(codec, numbers, coded.arrays)]
+        return [CodedBlocks(codec, numbers, coded.arrays)], coded.squared_error
     pieces = []
     if coded.held.any():
         arrays = {name: array[coded.held] for name, array in coded.arrays.items()}
         pieces.append(CodedBlocks(codec, numbers[coded.held], arrays))
-    left = ~coded.held
-    beside = np.empty_like(rows[left])
-    before = None if reference is None else reference[left]
-    pieces += _coded(of_blocks.wider(codec), rows[left], before, numbers[left], beside)
-    out[left] = beside
-    return pieces
+    left = wanted & ~coded.held
+    others, missed = _gathered(of_blocks.wider(codec), rows, reference, numbers, out, left)
+    return pieces + others, coded.squared_error + missed
+
+
+def _gathered(
+    codec: str,
+    rows: np.ndarray,
+    reference: np.ndarray | None,
+    numbers: np.ndarray,
+    out: np.ndarray,
+    wanted: np.ndarray,
+) -> tuple[list[CodedBlocks], float]:
+    """As ``_coded``, by way of copies: for few wanted ones. Others of ``out`` stay as they are."""
+    count = np.count_nonzero(wanted)
+    if not count:
+        return [], 0.0
+    before = None if reference is None else reference[wanted]
+    found = np.empty((count, BLOCK), out.dtype)
+    every = np.ones(count, bool)
+    coded = _coded(codec, rows[wanted], before, numbers[wanted], found, every)
+    out[wanted] = found
+    return coded

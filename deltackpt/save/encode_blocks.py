@@ -18,13 +18,17 @@ from deltackpt.codecs import packing, uniform
 from deltackpt.codecs.block_codec import BlockCodec
 from deltackpt.codecs.of_blocks import Alone, Difference
 from deltackpt.codecs.uniform import Uniform
+from deltackpt.codecs.widening import widened
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.save import encode_logarithms
+from deltackpt.save.scratch import PIECE_BLOCKS, SCRATCH
 
-#: Blocks of a piece: of float32, 1 MiB; shorter ones pay more for the calls than the cache saves.
-PIECE_BLOCKS = 1024
 #: The least greatest magnitude of what is encoded, where that is not 0: scales are normal numbers.
 SMALLEST = 2.0**-80
+#: Added and taken away again, it rounds small float32 numbers as ``np.rint`` does, but that what
+#: becomes zero has no sign, as zero has none as a code: 1.5 times the first power of two from which
+#: on there are whole numbers only.
+_ROUNDS = np.float32(1.5 * 2.0**23)
 #: Sums of squares in float32 that are surely neither too small nor too large for it.
 _SURE = 2.0**-60, 2.0**120
 
@@ -34,15 +38,22 @@ class EncodedBlocks(NamedTuple):
 
     Attributes:
       arrays: suffix to stored array, first axis n.
-      held: (n,) bool, False for blocks that the codec does not hold: their arrays say nothing.
+      held: (n,) bool, False for blocks that the codec does not hold, or that are not wanted: their
+        arrays say nothing.
+      squared_error: the sum over the blocks that are held.
     """
 
     arrays: Mapping[str, np.ndarray]
     held: np.ndarray
+    squared_error: float
 
 
 def encode(
-    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, out: np.ndarray
+    codec: BlockCodec,
+    now: np.ndarray,
+    before: np.ndarray | None,
+    out: np.ndarray,
+    wanted: np.ndarray,
 ) -> EncodedBlocks:
     """Encodes a piece.
 
@@ -51,43 +62,56 @@ def encode(
       now: (n, 256) of a float dtype, n at most ``PIECE_BLOCKS``.
       before: likewise the reference, of relative codecs.
       out: likewise, gets what the blocks decode to; of those that are not held, anything.
+      wanted: (n,) bool, which blocks are to be encoded: a few others in between cost less than
+        copies of those that are.
     """
     # What is not finite is found in what comes of it.
     with np.errstate(all="ignore"):
+        values, reference = widened(now, SCRATCH.values), None
+        if before is not None and codec.relative:
+            reference = widened(before, SCRATCH.reference)
         if isinstance(codec, Difference):
-            assert before is not None
-            reference = before.astype(np.float32, copy=False)
-            values = now.astype(np.float32, copy=False) - reference
-            arrays, held = _symmetric(codec.code, values)
-            values += reference
-            np.copyto(out, values, casting="unsafe")
+            assert reference is not None
+            change = np.subtract(values, reference, out=SCRATCH.change[: len(now)])
+            arrays, held = _symmetric(codec.code, change)
+            if out.dtype == np.float32:
+                np.add(change, reference, out=out)
+            else:
+                change += reference
+                np.copyto(out, change, casting="unsafe")
         elif isinstance(codec, Alone):
-            values = now.astype(np.float32)
             arrays, held = _symmetric(codec.code, values)
-            np.copyto(out, values, casting="unsafe")
+            np.copyto(out, SCRATCH.change[: len(now)], casting="unsafe")
         else:
-            arrays, held = encode_logarithms.encode(codec, now, before)
+            arrays, held = encode_logarithms.encode(codec, values, reference, now.dtype)
             codec.decode(arrays, before, out)
         if out.dtype == np.float16:
             # Rounded up in its last steps, a code may lead out of this narrow range.
             held &= np.isfinite(out).all(axis=1)
-    return EncodedBlocks(arrays, held)
+        held &= wanted
+        found = widened(out, SCRATCH.other)
+        missed = np.subtract(values, found, out=SCRATCH.other[: len(now)])
+        return EncodedBlocks(arrays, held, _squares(missed, held))
 
 
 def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Codes of float32 numbers, (n, 256), in whose place they leave what they stand for.
+    """Codes of float32 numbers, (n, 256); ``SCRATCH.change`` gets what they stand for.
 
     That is what ``Uniform.decode`` makes of them; unpacking what was just packed takes a third of
     all time.
     """
     # The patterns of magnitudes ascend with them, and those of NaN lie above infinity.
-    greatest = np.abs(values).view(np.uint32).max(axis=1).view(np.float32)
+    magnitudes = np.abs(values, out=SCRATCH.other[: len(values)])
+    greatest = magnitudes.view(np.uint32).max(axis=1).view(np.float32)
     held = _within(greatest)
     scale = np.where(held, greatest, 0) / np.float32(code.highest)
     rounded, stored = _scale(code, scale)
-    values *= _inverse(rounded)[:, None]
-    codes = np.rint(values, out=values).astype(np.int8)
-    np.multiply(codes, rounded[:, None], out=values)
+    change = np.multiply(values, _inverse(rounded)[:, None], out=SCRATCH.change[: len(values)])
+    change += _ROUNDS
+    change -= _ROUNDS
+    codes = SCRATCH.codes[: len(values)]
+    np.copyto(codes, change, casting="unsafe")
+    change *= rounded[:, None]
     return {"": _packed(codes, code), "scale": stored}, held
 
 
@@ -111,26 +135,32 @@ def _inverse(scale: np.ndarray) -> np.ndarray:
 
 
 def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
-    """See ``codecs.packing``: (n, 256) int8, less the middle, to bytes."""
+    """See ``codecs.packing``: (n, 256) int8, less the middle, to bytes; it may change them."""
     if code.bits == 8:
         return codes.view(np.uint8) ^ np.uint8(code.middle)
-    return packing.pack((codes + np.int8(code.middle)).view(np.uint8))
+    codes += np.int8(code.middle)
+    return packing.pack(codes.view(np.uint8))
 
 
-def squares(blocks: np.ndarray, other: np.ndarray | None = None) -> float:
-    """The sum of the squares of the numbers of a piece, or of what two differ by.
+def squares(blocks: np.ndarray) -> float:
+    """The sum of the squares of the numbers of blocks; those that are not finite count nothing.
 
-    Numbers that are not finite count nothing.
+    Args:
+      blocks: (n, 256) of a float dtype.
     """
-    values = blocks.astype(np.float32, copy=False)
+    pieces = range(0, len(blocks), PIECE_BLOCKS)
+    parts = (blocks[start : start + PIECE_BLOCKS] for start in pieces)
     with np.errstate(over="ignore", invalid="ignore"):
-        if other is not None:
-            values = values - other.astype(np.float32, copy=False)
-        # Of a block each: a product of the whole piece would wake the threads of the BLAS.
-        found = float(np.vecdot(values, values).sum(dtype=np.float64))
+        return math.fsum(_squares(widened(part, SCRATCH.values)) for part in parts)
+
+
+def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
+    """As ``squares``, of float32 numbers of a piece, and of the chosen blocks alone."""
+    # Of a block each: a product of the whole piece would wake the threads of the BLAS.
+    found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
     if _SURE[0] < found < _SURE[1]:
         return found
-    exact = values.astype(np.float64)
+    exact = values[chosen].astype(np.float64)
     return float(np.square(exact[np.isfinite(exact)]).sum())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from deltackpt.codecs import logarithms, packing
 from deltackpt.codecs.block_codec import BlockCodec
 from deltackpt.codecs.logarithms import FINE, FURTHEST, LOWEST_POWER, MIDDLE, WIDEST_STEP, WITHIN
+from deltackpt.save.scratch import SCRATCH
 
 #: The pattern of infinity; all that is negative or not finite lies from it on.
 _INFINITY = 0x7F800000
@@ -19,26 +20,26 @@ _HIGHEST_CODE = 255
 
 
 def encode(
-    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None
+    codec: BlockCodec, now: np.ndarray, before: np.ndarray | None, dtype: np.dtype
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Encodes blocks.
+    """Encodes blocks of a piece.
 
     Args:
       codec: one of ``logarithms.LOGARITHMS``.
-      now: (n, 256) of a float dtype; blocks with a negative number, NaN or infinity are not held.
+      now: (n, 256) float32; blocks with a negative number, NaN or infinity are not held.
       before: likewise the reference, of ``log4``.
+      dtype: the leaf's.
 
     Returns:
       What is stored, and which blocks are held, (n,) bool.
     """
     if isinstance(codec, logarithms.LogarithmDifference):
         assert before is not None
-        return _difference(now, before)
+        return _difference(now, before, WITHIN[dtype.name])
     return _alone(now)
 
 
-def _alone(now: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    values = now.astype(np.float32, copy=False)
+def _alone(values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     patterns = values.view(np.uint32)
     lowest, highest = patterns.min(axis=1), patterns.max(axis=1)
     held = highest < _INFINITY
@@ -52,7 +53,7 @@ def _alone(now: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     last = np.ceil(_place(np.where(held, np.maximum(highest, 1), 1)))
     step = np.maximum(np.ceil((last - first) / (_HIGHEST_CODE - 1)), 1)
     per_octave = FINE / step
-    code = np.log2(values)
+    code = np.log2(values, out=SCRATCH.change[: len(values)])
     code *= per_octave[:, None]
     code += (1 - first / step - LOWEST_POWER * per_octave)[:, None]
     codes = np.rint(code, out=code).astype(np.uint8)
@@ -66,18 +67,20 @@ def _place(patterns: np.ndarray) -> np.ndarray:
     return (np.log2(patterns.view(np.float32)) - LOWEST_POWER) * np.float32(FINE)
 
 
-def _difference(now: np.ndarray, before: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    values = now.astype(np.float32, copy=False)
-    reference = before.astype(np.float32, copy=False)
-    limits = np.array(WITHIN[now.dtype.name], np.float32)
-    held = _held(values, limits) & _held(reference, limits)
-    moved = np.log2(values / reference)
-    zero = values == 0
-    some = bool(zero.any())
-    if some:
+def _difference(
+    values: np.ndarray, reference: np.ndarray, within: tuple[float, float]
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    limits = np.array(within, np.float32)
+    held, no_zero = _held(values, limits)
+    held &= _held(reference, limits)[0]
+    moved = np.divide(values, reference, out=SCRATCH.change[: len(values)])
+    np.log2(moved, out=moved)
+    zero = None if no_zero else values == 0
+    if zero is not None:
         moved[zero] = 0
     moved *= np.float32(FINE)
-    furthest = np.abs(moved).view(np.uint32).max(axis=1).view(np.float32)
+    magnitudes = np.abs(moved, out=SCRATCH.other[: len(values)])
+    furthest = magnitudes.view(np.uint32).max(axis=1).view(np.float32)
     step = np.maximum(np.ceil(furthest / FURTHEST), 1)
     # A number that was zero has moved by infinity.
     held &= step <= WIDEST_STEP
@@ -85,16 +88,20 @@ def _difference(now: np.ndarray, before: np.ndarray) -> tuple[dict[str, np.ndarr
     moved *= (1 / step)[:, None]
     np.rint(moved, out=moved)
     moved += np.float32(MIDDLE)
-    codes = moved.astype(np.uint8)
-    if some:
+    codes = SCRATCH.codes[: len(values)]
+    np.copyto(codes, moved, casting="unsafe")
+    if zero is not None:
         codes[zero] = 0
-    return {"": packing.pack(codes), "step": step.astype(np.uint8)}, held
+    return {"": packing.pack(codes.view(np.uint8)), "step": step.astype(np.uint8)}, held
 
 
-def _held(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Whether all numbers of a block are zero or within limits, (n,) bool."""
+def _held(values: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Whether all numbers of a block are zero or within limits, (n,) bool.
+
+    And whether all of the piece are within, so that none is zero.
+    """
     low, high = limits.view(np.uint32)
     patterns = values.view(np.uint32)
     if low <= patterns.min() and patterns.max() <= high:
-        return np.ones(len(values), bool)
-    return ((patterns == 0) | ((patterns >= low) & (patterns <= high))).all(axis=1)
+        return np.ones(len(values), bool), True
+    return ((patterns == 0) | ((patterns >= low) & (patterns <= high))).all(axis=1), False

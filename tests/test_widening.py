@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of lossy codes of blocks that save time: the same numbers as by the plain way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltackpt.codecs import dtype_of
+from deltackpt.codecs.block_codec import FLOATS
+from deltackpt.codecs.widening import widened
+from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.save import encode_blocks
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_pattern_becomes_what_a_cast_makes_of_it(dtype):
+    patterns = np.arange(1 << 16, dtype=np.uint16).reshape(-1, BLOCK)
+    values = patterns.view(dtype_of(dtype))
+    room = np.full((len(values) + 3, BLOCK), 7, np.float32)
+    found = widened(values, room)
+    assert np.shares_memory(found, room) and found.shape == values.shape
+    with np.errstate(invalid="ignore"):
+        assert found.tobytes() == values.astype(np.float32).tobytes()
+    assert (room[len(values) :] == 7).all()
+
+
+def test_float32_stays_where_it_is():
+    values = np.zeros((2, BLOCK), np.float32)
+    assert widened(values, np.empty_like(values)) is values
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 127))
+def test_numbers_are_rounded_as_rint_does_and_zero_has_no_sign(seed, highest):
+    random = np.random.default_rng(seed)
+    values = random.uniform(-highest - 0.5, highest + 0.5, (4, BLOCK)).astype(np.float32)
+    values[0] = np.arange(BLOCK) / 2 - BLOCK / 4  # Halves, to even.
+    values[1] *= np.exp2(random.integers(-149, 0, BLOCK)).astype(np.float32)
+    values[2, :4] = [-0.0, 0.0, -0.5, 0.5]
+    found = values + encode_blocks._ROUNDS
+    found -= encode_blocks._ROUNDS
+    assert found.tobytes() == (np.rint(values) + np.float32(0)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@given(seed=st.integers(0, 1 << 32))
+def test_squares_are_those_of_all_finite_numbers(dtype, seed):
+    random = np.random.default_rng(seed)
+    bits = random.integers(0, 256, (3, BLOCK * dtype_of(dtype).itemsize), np.uint8)
+    blocks = bits.view(dtype_of(dtype))
+    with np.errstate(invalid="ignore"):
+        exact = blocks.astype(np.float32).astype(np.float64)
+    expected = np.square(exact[np.isfinite(exact)]).sum()
+    assert encode_blocks.squares(blocks) == pytest.approx(expected, rel=1e-5)
