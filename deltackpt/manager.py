@@ -580,7 +580,8 @@ class CheckpointManager:
 
         Raises:
           StepNotFound, RestoreError: the step is not there, or not intact.
-          TemplateMismatch: a leaf has another shape, or a dtype of another kind.
+          TemplateMismatch: a leaf has another shape, a dtype of another kind, or one that does not
+            hold its integers.
         """
         step = names.as_step(step)
         with self._lock:
