@@ -222,7 +222,7 @@ class Weights:
         before: Held | None,
         meter: _Bytes,
     ) -> LeafArray | None:
-        """An array that Orbax's handler wrote in a way of its own; None where it is no array."""
+        """An array that Orbax's handler wrote in a way of its own; None where it has no numbers."""
         item_dir = save.step_dir / names.DENSE_ITEM
         if not item_dir.is_dir():
             return None
@@ -234,9 +234,9 @@ class Weights:
             stands=lambda: stamp is None or stamp.same(save.step_dir.stamp()),
         )
         stored = item.get(path_name(leaf.path))
-        if stored is None or stored.kind not in _ARRAYS:
+        if stored is None or stored.kind not in _ARRAYS or 0 in stored.shape:
             return None
-        found = np.ascontiguousarray(np.asarray(stored))
+        found = np.asarray(stored, order="C")
         meter.add(found.nbytes)
         array = LeafArray(name_of(leaf), found.shape, found.dtype, found.shape)
         [key] = array.keys
