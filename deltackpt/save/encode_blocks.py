@@ -122,16 +122,17 @@ def squares(blocks: np.ndarray, other: np.ndarray | None = None) -> float:
 
     Numbers that are not finite count nothing.
     """
-    values = blocks.astype(np.float32, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
+        values = blocks.astype(np.float32, copy=False)
         if other is not None:
             values = values - other.astype(np.float32, copy=False)
         # Of a block each: a product of the whole piece would wake the threads of the BLAS.
         found = float(np.vecdot(values, values).sum(dtype=np.float64))
     if _SURE[0] < found < _SURE[1]:
         return found
-    exact = values.astype(np.float64)
-    return float(np.square(exact[np.isfinite(exact)]).sum())
+    # Without those that are not finite: to cast a signalling NaN is an invalid operation, too.
+    exact = np.where(np.isfinite(values), values, 0).astype(np.float64)
+    return float(np.square(exact).sum())
 
 
 def relative(squared_error: float, squared_norm: float) -> float:
