@@ -323,6 +323,24 @@ def test_two_leaves_of_one_path_are_not_taken_for_each_other(tmp_path):
         opened(tmp_path, "**").advance()
 
 
+@pytest.mark.parametrize("before", [None, ..., "a text"])
+def test_leaves_that_come_or_become_arrays_between_two_deltas_are_shown(tmp_path, before):
+    with Trainer(tmp_path) as trainer:
+        if before is not ...:
+            trainer.state = {**trainer.state, "late": before}
+        live = opened(tmp_path, ["params/**", "late"])
+        for step in range(1, 5):
+            if step == 3:
+                trainer.state = {**trainer.state, "late": jnp.arange(700)}
+            trainer.save()
+            live.advance()
+            with live.version() as version:
+                assert version.step == step and ("late" in version) == (step >= 3)
+        with live.version() as version:
+            assert np.array_equal(version["late"], np.arange(700))
+            assert np.array_equal(version.tree()["late"], np.arange(700))
+
+
 @pytest.mark.parametrize("deltas", ["own", "orbax"])
 def test_leaves_without_elements_are_left_out(tmp_path, deltas):
     with Trainer(tmp_path, dense=deltackpt.Dense(deltas=deltas)) as trainer:

@@ -101,9 +101,11 @@ class Weights:
 
         kinds = _kinds(held.leaves.values(), held.values)
         sources = [[*dense_values.sources(save, meter.add)] for save in further]
-        for each in sources:
+        for save, each in zip(further, sources, strict=True):
+            # Leaves that came, or became arrays, are to be shown as well.
+            wanted = kinds.keys() | _descriptions(self._chosen(save.layout.dense))
             records = [value for source in each for value in source.record.values]
-            found = {_key(one): _kind(one) for one in records if _key(one) in kinds}
+            found = {_key(one): _kind(one) for one in records if _key(one) in wanted}
             if found != kinds:
                 return None
         for each in sources:
@@ -119,6 +121,7 @@ class Weights:
         return dataclasses.replace(
             held,
             save=save.info,
+            layout=save.layout,
             values=values,
             leaves={leaf: found for leaf, found in arrays.items() if found is not None},
             unix_secs=committed_secs(save),
@@ -266,6 +269,10 @@ _Kind = tuple[str, int]
 
 def _key(value: BlockedValue) -> Key:
     return value.file, value.key
+
+
+def _descriptions(leaves: Iterable[DenseLeaf]) -> set[Key]:
+    return {(False, f"{name_of(leaf)}/{ZARRAY}") for leaf in leaves}
 
 
 def _kind(value: BlockedValue) -> _Kind:
