@@ -383,8 +383,8 @@ class CheckpointManager:
           state: the whole training state.
           touched: as for ``save``.
           ids: table, or the end of its path, to the numbers of rows that were touched since the
-            last call, on the host: spares a look at the stamps, for which an accelerator is waited
-            for. Each save compares them with the stamps.
+            last call of ``log()``, whatever was saved meanwhile, on the host: spares a look at the
+            stamps, for which an accelerator is waited for. Each save compares them with the stamps.
           items: small things by name, bytes or what JSON can write, such as a data iterator's
             position; a restored point has them in ``Restored.items``. A step that is saved instead
             has them as items of JSON, bytes as ``{"base64": ...}``.
@@ -580,7 +580,8 @@ class CheckpointManager:
 
         Raises:
           StepNotFound, RestoreError: the step is not there, or not intact.
-          TemplateMismatch: a leaf has another shape, or a dtype of another kind.
+          TemplateMismatch: a leaf has another shape, a dtype of another kind, or one that does not
+            hold its integers.
         """
         step = names.as_step(step)
         with self._lock:

@@ -327,6 +327,20 @@ def test_no_sum_is_subnormal_where_the_reference_is_not(name, seed, power, least
         assert ((found == 0) | (found >= 2.0**-126)).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pattern"), [("float16", 0x7D01), ("bfloat16", 0x7FA1), ("float32", 0x7FA00001)]
+)
+@pytest.mark.parametrize("name", ["ef4", "ef8", "int8", "log4", "log8"])
+def test_signalling_nan_keep_their_bits_and_are_no_warning(name, dtype, pattern, pool):
+    rng = np.random.default_rng(0)
+    before = np.abs(rng.normal(size=(8, BLOCK))).astype(codecs.dtype_of(dtype))
+    now = (before.astype(np.float32) * np.float32(1.01)).astype(before.dtype)
+    for one in (before, now):
+        bits(one)[2, 5] = pattern
+    found = encode(now, before, name, pool, 0.05)
+    assert bits(found.decoded)[2, 5] == pattern
+
+
 # Logarithms.
 
 

@@ -130,6 +130,20 @@ def test_numbers_that_are_all_positive_stay_so_whatever_code_was_asked_for() -> 
     assert same_bits(decoded(there, before), there.decoded)
 
 
+def test_a_number_that_is_none_does_not_hide_that_others_are_lost() -> None:
+    now = np.full((40, BLOCK), 1e-6, np.float32)
+    now[:, 0], now[3, 7] = 10.0, np.nan
+    before = np.zeros_like(now)
+    found = encode_leaf(now, before, "ef4", 0.05, POOL)
+    there = device_blocks.encode_leaf_there(
+        jnp.asarray(now), jnp.asarray(before), "ef4", 0.05, POOL
+    )
+    for leaf in (found, there):
+        assert leaf.codec == "log8" and "ef4 would make" in leaf.reason
+        assert np.count_nonzero(np.asarray(leaf.decoded) > 0) == now.size - 1
+        assert np.isnan(np.asarray(leaf.decoded)[3, 7])
+
+
 def test_what_is_taken_outlives_its_array() -> None:
     source = jnp.arange(3 * 700, dtype=jnp.float32).reshape(3, 700)
     taken, shape = device_blocks.take(source, (slice(1, 3), slice(None)))

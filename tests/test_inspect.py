@@ -451,6 +451,17 @@ def test_dense_leaves_index_as_numpy_does_and_keep_their_own_names(tmp_path):
         leaf[6]
 
 
+def test_texts_whose_keys_hold_slashes_are_shown(tmp_path):
+    leaves = {"a/b": "a text", "a": {"b": "another"}, "c~1d": np.zeros((0, 3)), "e": np.ones(2)}
+    handlers = {"embeddings": deltackpt.Tables(select="t")}
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
+        saver.save(0, {"t": np.ones((3, 2), np.float32), "d": leaves})
+    dense = deltackpt.inspect.open(tmp_path).at(0).dense
+    texts = sorted(leaf.value for leaf in dense.values() if leaf.kind == "string")
+    assert texts == ["a text", "another"]
+    assert dense["d/c~1d"].kind == "array" and dense["d/c~1d"].shape == (0, 3)
+
+
 def test_histories_over_two_kinds_of_rows_say_which_step_has_which(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import enum
 import fractions
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ REFUSED = {
     "text of ours": "deltackpt:empty:float32:0,3",
     "numpy text": np.str_("abc"),
     "numpy date": np.datetime64("2020-01-01"),
+    "half a character": "\ud800",
     "texts": np.array(["ab", "c"]),
     "byte texts": np.array([b"ab"]),
     "dates": np.array(["2020-01-01"], "M8[D]"),
@@ -192,12 +193,51 @@ def test_all_leaves_that_cannot_be_stored_are_named(tmp_path):
     assert "leaves/date is a date" in str(caught.value)
 
 
+@pytest.mark.parametrize("leaf", ["a text", jnp.zeros((0, 2))])
+def test_a_text_whose_path_orbax_cannot_write_is_refused_before_anything_begins(leaf, tmp_path):
+    # As in haiku's "linear/~/w"; arrays have such paths.
+    with manager(tmp_path) as saver:
+        saver.save(1, with_tables({"a/~/b": jnp.ones(3), "a~1/b": leaf}))
+        with pytest.raises(UnsupportedLeaf, match=r"leaves/a/~/c is stored as a text, in whose"):
+            saver.save(2, with_tables({"a/~/b": jnp.ones(3), "a/~/c": leaf}))
+        saver.wait()
+        assert saver.all_steps() == [1]
+
+
+def test_a_path_that_ends_with_a_slash_is_refused_before_it_takes_the_place_of_another(tmp_path):
+    with manager(tmp_path) as saver:
+        with pytest.raises(UnsupportedLeaf, match=r"leaves/a/ has a path that ends with '/'"):
+            saver.save(1, with_tables({"a": jnp.ones(3), "a/": jnp.zeros(3)}))
+        assert saver.all_steps() == []
+
+
+def test_a_path_that_is_no_unicode_is_refused_before_anything_begins(tmp_path):
+    with manager(tmp_path) as saver:
+        with pytest.raises(UnsupportedLeaf, match=r"leaves/\\ud800 has half a character") as caught:
+            saver.save(1, with_tables({"\ud800": jnp.ones(3)}))
+        assert str(caught.value).encode()
+        assert saver.all_steps() == []
+
+
+def test_an_abstract_state_is_refused_after_the_state_that_it_is_of(tmp_path):
+    state = with_tables({"a": jnp.ones(3)})
+    leaf = state["leaves"]["a"]
+    abstract = {
+        **state,
+        "leaves": {"a": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)},
+    }
+    with manager(tmp_path) as saver:
+        saver.save(1, state)
+        with pytest.raises(UnsupportedLeaf, match="leaves/a is a ShapeDtypeStruct"):
+            saver.save(2, abstract)
+
+
 def test_leaves_are_looked_at_once_but_for_those_whose_value_decides():
     asked: list[Any] = []
 
-    def fault(leaf: Any) -> str | None:
+    def fault(leaf: Any, key: Sequence[str]) -> str | None:
         asked.append(leaf)
-        return dense.fault(leaf)
+        return dense.fault(leaf, key)
 
     choice = deltackpt.Tables(select="table")
     state = with_tables({"a": jnp.ones(2), "count": 3, "b": np.ones(2)})

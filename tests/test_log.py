@@ -563,6 +563,8 @@ def test_bad_arguments_are_told_by_name(tmp_path, training):
             ({"ids": {"tables/users": [700]}}, "rows from 0 to 699"),
             ({"ids": {"tables/users": [-1]}}, "rows from 0 to 699"),
             ({"items": {"a": object()}}, "JSON"),
+            ({"items": {1: 2, "a": 3}}, r"texts as their names, found 1 \(int\)"),
+            ({"items": {"\ud800": 2}}, "texts as their names"),
         ):
             with pytest.raises(OptionError, match=found):
                 manager.log(step + 1, state, touched=training.touched, **bad)

@@ -151,7 +151,7 @@ def test_handlers_that_are_no_mapping_are_answered_by_one(tmp_path, handlers):
 @pytest.mark.parametrize(
     "name",
     ["dense", "commit_success.txt", "_CHECKPOINT_METADATA", "digests.step.msgpack", "a/b", "", 3]
-    + ["digests.step.0.msgpack", "..", "x.orbax-checkpoint-tmp"],
+    + ["digests.step.0.msgpack", "..", "x.orbax-checkpoint-tmp", "é" * 128, "a\0", "\ud800"],
 )
 @pytest.mark.parametrize("ours", [False, True])
 def test_an_item_name_that_is_taken_is_refused(tmp_path, name, ours):
@@ -194,6 +194,7 @@ ITEMS = {"embeddings": TABLES, "json": ocp.JsonCheckpointHandler()}
         ({"embeddings": ocp.args.JsonSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
         ({"dense": ocp.args.PyTreeSave({})}, r"items\['dense'\].*save\(step, state\)"),
         ({"embeddings": ocp.args.PyTreeSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
+        ({"x" * 256: ocp.args.JsonSave({})}, r"items\['x+'\]: expected one of the further items"),
         ([1], r"items: expected a mapping.*list"),
         ({"json": ocp.args.JsonSave({"a": object()})}, r"items\['json'\].*JSON can hold.*object"),
         ({"json": ocp.args.JsonSave({"a": jnp.ones(1)})}, r"items\['json'\].*x\.tolist"),

@@ -75,6 +75,50 @@ def test_dtypes_of_a_kind_are_cast_and_said(saved):
         manager.read_state(2, {"tables": {"users": jnp.zeros((700, 9))}})
 
 
+def saved_once(tmp_path, leaves) -> deltackpt.CheckpointManager:
+    handlers = {"embeddings": deltackpt.Tables(select="table")}
+    manager = deltackpt.CheckpointManager(tmp_path, handlers=handlers)
+    manager.save(0, {"table": np.ones((2, 2), np.float32), **leaves})
+    manager.wait()
+    return manager
+
+
+def test_a_key_that_reads_like_two_is_another_leaf(tmp_path):
+    leaves = {"a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
+    with saved_once(tmp_path, leaves) as manager:
+        new = np.full(2, 9.0)
+        both = manager.read_state(0, {"a": {"b": new}, "a/b": new}).state
+        assert same(both["a"]["b"], np.ones(2)) and same(both["a/b"], np.zeros(2))
+        one = manager.read_state(0, {"a": {"b": new}})
+        assert same(one.state["a"]["b"], np.ones(2)) and one.unused == ("a/b", "table")
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        *((1.5, 3), (np.float32(1.5), 3), (3, False), ("3", 3), ("1.5", 2.0), (3, "a text")),
+        *((None, 3), ({}, 3), (np.ones(1), 2.0), (np.ones(2), "a text")),
+        *((np.int64(2**40), np.int32(0)), (np.uint8(200), np.int8(0))),
+        (np.array([2**40]), jax.ShapeDtypeStruct((1,), np.int64)),
+        (jax.random.key(1), jax.random.key(1, impl="rbg")),
+        (np.zeros(3, np.uint32), jax.random.key(1)),
+    ],
+)
+def test_what_the_template_cannot_hold_is_refused_and_not_cut(stored, wanted, tmp_path):
+    with saved_once(tmp_path, {"leaf": stored}) as manager:
+        with pytest.raises(TemplateMismatch, match="step 0, leaf: expected by the template"):
+            manager.read_state(0, {"leaf": wanted})
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"), [(True, 3), (3, 1.5), (np.int8(3), 7), (0.5, 1.0), ("a", "b")]
+)
+def test_numbers_of_python_are_read_where_nothing_is_lost(stored, wanted, tmp_path):
+    with saved_once(tmp_path, {"leaf": stored}) as manager:
+        found = manager.read_state(0, {"leaf": wanted}).state["leaf"]
+        assert type(found) is type(wanted) and found == stored
+
+
 def test_what_was_a_table_may_be_dense_now_and_shardings_are_the_templates(saved, tmp_path):
     manager, state, _ = saved
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec("x"))

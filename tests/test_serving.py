@@ -24,7 +24,7 @@ import pytest
 
 import deltackpt
 from deltackpt import serving, touched
-from deltackpt.errors import ClosedError, ServiceUnavailable, WaitTimeout
+from deltackpt.errors import ClosedError, OptionError, ServiceUnavailable, WaitTimeout
 from deltackpt.reading import dense_values, removal, saves
 from deltackpt.serving import Live, Version
 from deltackpt.upkeep.compact import compact
@@ -296,6 +296,60 @@ def test_leaves_that_orbax_writes_in_its_own_way_are_read_by_it(tmp_path):
                     == np.asarray(trainer.state["params"]["w"]).tobytes()
                 )
                 assert version["number"] == 3
+
+
+def test_leaves_that_orbax_alone_can_write_are_shown_as_they_are(tmp_path):
+    with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
+        further = {"complex": np.array(1j), "a/b": "a text", "c/d": np.float32(1)}
+        trainer.state = {**trainer.state, **further}
+        live = opened(tmp_path, ["complex", "a/b", "c/d"])
+        for _ in range(2):
+            trainer.save()
+            live.advance()
+            with live.version() as version:
+                assert version.keys() == {"complex", "c/d"}
+                assert version["complex"].shape == version["c/d"].shape == ()
+                assert version["complex"] == 1j and version["c/d"] == 1
+
+
+def test_two_leaves_of_one_path_are_not_taken_for_each_other(tmp_path):
+    with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
+        trainer.state = {**trainer.state, "a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
+        trainer.save()
+    live = opened(tmp_path, ["params/**"])
+    live.advance()
+    assert_shows(live, trainer.state, trainer.step)
+    with pytest.raises(OptionError, match=r"several of\n  a/b\n"):
+        opened(tmp_path, "**").advance()
+
+
+@pytest.mark.parametrize("before", [None, ..., "a text"])
+def test_leaves_that_come_or_become_arrays_between_two_deltas_are_shown(tmp_path, before):
+    with Trainer(tmp_path) as trainer:
+        if before is not ...:
+            trainer.state = {**trainer.state, "late": before}
+        live = opened(tmp_path, ["params/**", "late"])
+        for step in range(1, 5):
+            if step == 3:
+                trainer.state = {**trainer.state, "late": jnp.arange(700)}
+            trainer.save()
+            live.advance()
+            with live.version() as version:
+                assert version.step == step and ("late" in version) == (step >= 3)
+        with live.version() as version:
+            assert np.array_equal(version["late"], np.arange(700))
+            assert np.array_equal(version.tree()["late"], np.arange(700))
+
+
+@pytest.mark.parametrize("deltas", ["own", "orbax"])
+def test_leaves_without_elements_are_left_out(tmp_path, deltas):
+    with Trainer(tmp_path, dense=deltackpt.Dense(deltas=deltas)) as trainer:
+        trainer.state = {**trainer.state, "empty": jnp.zeros((0, 3))}
+        live = opened(tmp_path, ["params/**", "empty"])
+        for _ in range(3):
+            trainer.save()
+            live.advance()
+            assert_shows(live, trainer.state, trainer.step)
 
 
 def test_sharded_leaves_are_put_together(tmp_path):

@@ -252,6 +252,22 @@ def test_ambiguous_slots_are_an_error_that_lists_the_params_trees():
     }
 
 
+def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
+    """At a restore a template's leaf is found by its path, and would be the slot's."""
+    state = {"emb": table(6), "sums": {"emb": np.zeros(6)}, "sums/emb": np.ones(6)}
+
+    def in_sums(path, leaf):
+        return path[0][1] == "sums"
+
+    with pytest.raises(TableSelectionError, match=r"more than one leaf:\n  sums/emb\n"):
+        split(state, Tables(select="emb", slots={"emb": {"sum": in_sums}}))
+
+
+def test_a_table_whose_path_is_no_unicode_is_refused():
+    with pytest.raises(TableSelectionError, match=r"half a character(.|\n)*tables/\\ud800\n"):
+        split({"tables": {"\ud800": table(6)}}, Tables(select="tables/*"))
+
+
 def test_masked_slots_keep_their_table_where_types_are_lost():
     """Without MaskedNode ``{emb: ...}`` alone could be the slots of ``tower`` as well."""
     tx = optax.multi_transform({"a": optax.adagrad(1.0), "b": optax.sgd(1.0)}, _labels)

@@ -38,6 +38,8 @@ from deltackpt.errors import OptionError
 EMBEDDINGS_ITEM = "embeddings"
 DENSE_ITEM = "dense"
 STEP_DIGESTS = "digests.step.msgpack"
+#: Longest name that file systems take.
+_NAME_BYTES = 255
 #: What Orbax says of a step: its items, metrics and times.
 STEP_METADATA = "_CHECKPOINT_METADATA"
 #: Orbax's item of what was measured at a step, and the file in it.
@@ -93,7 +95,11 @@ def is_item_name(name: object) -> bool:
     """Whether an item may be called so: one folder in a step, with a name to itself."""
     if not isinstance(name, str) or name in ("", ".", "..", DENSE_ITEM, *_STEP_FILES):
         return False
-    return "/" not in name and TEMPORARY not in name and step_digests_process(name) is None
+    if {"/", "\0"}.intersection(name) or any("\ud800" <= one <= "\udfff" for one in name):
+        return False
+    if len(name.encode()) > _NAME_BYTES:
+        return False
+    return TEMPORARY not in name and step_digests_process(name) is None
 
 
 def manifest_name(process: int) -> str:

@@ -9,7 +9,9 @@ leave out at a restore by ``check`` and ``restored``.
 
 from __future__ import annotations
 
+import re
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,8 @@ from deltackpt.state import paths
 _EMPTY = "deltackpt:empty"
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
 _MISSING = object()
+#: What a key of a text must not hold: Orbax takes it for a JSON pointer, and escapes nothing.
+_NO_POINTER = re.compile("~(?![01])")
 _ADVICE = "give the state that was saved as the template, or restore without one"
 
 
@@ -44,12 +48,21 @@ def storable(dense: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(_storable, dense, is_leaf=_is_none)
 
 
-def fault(leaf: Any) -> str | None:
+def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:
     """Why a dense leaf cannot be stored, None where it can.
 
     For leaves of one type, and of one shape and dtype where they have these, the answer is the
     same, but for Python's integers and texts.
+
+    Args:
+      leaf: the leaf.
+      key: where it stands in the nested dicts of the item.
     """
+    if _has_halves("".join(key)):
+        return "has half a character in its path, which is no Unicode then"
+    if key and key[-1].endswith("/"):
+        # Orbax would write it over the leaf whose path is the same but for that.
+        return "has a path that ends with '/'"
     if paths.is_empty(leaf):
         return None
     kind = type(leaf).__name__
@@ -61,12 +74,26 @@ def fault(leaf: Any) -> str | None:
         # Those of int64 and of uint64 can be stored.
         return None if -(1 << 63) <= leaf < 1 << 64 else "is an integer of more than 64 bits"
     if isinstance(leaf, str) and not isinstance(leaf, np.str_):
-        return f"begins with {_EMPTY!r}, which stands for arrays" if _is_empty(leaf) else None
+        if _is_empty(leaf):
+            return f"begins with {_EMPTY!r}, which stands for arrays"
+        return "has half a character, and is no Unicode" if _has_halves(leaf) else _text_fault(key)
     if isinstance(leaf, bytes):
         return f"is {kind}"
     if isinstance(leaf, (np.generic, np.ndarray, jax.Array)):
-        return _dtype_fault(leaf)
+        return _dtype_fault(leaf) or (_text_fault(key) if 0 in leaf.shape else None)
     return None if ocp.type_handlers.has_type_handler(type(leaf)) else f"is a {kind}"
+
+
+def _has_halves(text: str) -> bool:
+    """Whether a surrogate stands without its other half: no file can hold it as a text."""
+    return paths.printable(text) != text
+
+
+def _text_fault(key: Sequence[str]) -> str | None:
+    """Why a text cannot be stored under a key; arrays without elements are texts, too."""
+    if _NO_POINTER.search(".".join(key)):
+        return "is stored as a text, in whose path Orbax cannot have '~'"
+    return None
 
 
 def _dtype_fault(leaf: Any) -> str | None:
@@ -207,11 +234,11 @@ def _fits(leaf: Any, have: Any) -> bool:
             return shape == np.shape(leaf) == () and _rank(have.dtype) <= _rank(dtype)
         if not isinstance(have, ocp.metadata.ArrayMetadata):
             return False
-        return (tuple(have.shape), np.dtype(have.dtype)) == _stored_as(leaf)
+        return (tuple(have.shape), np.dtype(have.dtype)) == stored_as(leaf)
     return ocp.type_handlers.has_type_handler(type(leaf))
 
 
-def _stored_as(leaf: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def stored_as(leaf: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype under which Orbax keeps an array; of keys their numbers."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         leaf = jax.eval_shape(jax.random.key_data, leaf)

@@ -13,7 +13,7 @@ import concurrent.futures
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ class Saver:
             raise failure.error(saved) from failure.cause
         return saved
 
-    def split(self, state: Any, *, dense_fault: Callable[[Any], str | None] | None = None) -> Split:
+    def split(self, state: Any, *, dense_fault: tables.DenseFault | None = None) -> Split:
         """A state's tables, slots and dense leaves; its marks, unless rows are found by hashes."""
         split = tables.split(state, self._run.choice, dense_fault=dense_fault)
         # Fingerprints see more than the marks in a state.

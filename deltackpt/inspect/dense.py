@@ -114,9 +114,25 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             found[name] = DenseLeaf(self, name, key, kind)
         return found
 
+    def text(self, key: Sequence[str]) -> str:
+        """The string of a leaf.
+
+        Orbax takes the keys, joined with ``.``, for a JSON pointer: where one holds a slash, the
+        string stands in an object of its own.
+
+        Args:
+          key: of the leaf.
+        """
+        found: Any = self._strings
+        with self.described(_STRINGS):
+            for step in ".".join(key).split("/"):
+                found = found[step.replace("~1", "/").replace("~0", "~")]
+            if not isinstance(found, str):
+                raise TypeError(f"a {type(found).__name__} in the place of a string")
+        return found
+
     @functools.cached_property
-    def strings(self) -> dict[str, str]:
-        """Strings that the item holds, by the keys of their leaves joined with ``.``."""
+    def _strings(self) -> dict[str, Any]:
         with self._standing():
             found = self._json(_STRINGS) if self._has(_STRINGS) else {}
             self._check_stands()
@@ -124,7 +140,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @functools.cached_property
     def prng_impls(self) -> dict[str, str]:
-        """Implementations of the typed PRNG keys that it holds, by keys as ``strings``."""
+        """Implementations of the typed PRNG keys that it holds, by their keys joined with ``.``."""
         found = {}
         with self._standing():
             for name in self._names_in(_ARRAY_METADATAS):
@@ -363,8 +379,7 @@ class DenseLeaf:
 
     @property
     def _text(self) -> str:
-        with self._item.described(_STRINGS):
-            return self._item.strings[self._param]
+        return self._item.text(self._key)
 
     @functools.cached_property
     def _empty(self) -> np.ndarray | None:

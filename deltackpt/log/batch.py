@@ -31,6 +31,7 @@ from deltackpt.save import fields
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.part import Plans, fields_of
 from deltackpt.save.taken import CopiedRows
+from deltackpt.state import paths
 from deltackpt.storage import parts
 
 
@@ -128,8 +129,15 @@ def items_of(given: Mapping[str, Any] | None) -> tuple[Item, ...]:
     """Further items as they are kept: bytes as they are, all else as JSON.
 
     Raises:
-      OptionError: one is neither.
+      OptionError: one is neither, or has a name that is no text: who reads the log would take its
+        mark, and all marks after it, for damage.
     """
+    for name in given or {}:
+        if not isinstance(name, str) or paths.printable(name) != name:
+            raise OptionError(
+                f"items: expected texts as their names, found {name!r} ({type(name).__name__}); "
+                "name it otherwise"
+            )
     found = []
     for name, value in sorted((given or {}).items()):
         if isinstance(value, bytes):

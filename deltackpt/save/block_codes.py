@@ -147,11 +147,13 @@ def _vanished(leaf: np.ndarray, decoded: np.ndarray, codec: str) -> float:
     lost = total = 0
     for first in range(0, len(leaf), _SPAN_BLOCKS):
         rows, found = leaf[first : first + _SPAN_BLOCKS], decoded[first : first + _SPAN_BLOCKS]
-        # Nearly all leaves have some in the first span.
-        if not (rows >= 0).all():
-            return 0.0
-        total += int(np.count_nonzero(rows))
-        lost += int(np.count_nonzero((rows > 0) & (found <= 0)))
+        with np.errstate(invalid="ignore"):  # Of NaN, which is neither.
+            # Nearly all leaves have some in the first span.
+            if (rows < 0).any():
+                return 0.0
+            positive = rows > 0
+            total += int(np.count_nonzero(positive))
+            lost += int(np.count_nonzero(positive & (found <= 0)))
     return lost / total if total else 0.0
 
 

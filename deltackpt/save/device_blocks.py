@@ -178,9 +178,10 @@ def _program(code: Uniform, now: jax.Array, before: jax.Array) -> _OnDevice:
 
 
 def _vanished(now: jax.Array, decoded: jax.Array) -> jax.Array:
-    lost = jnp.mean((now > 0) & (decoded <= 0), dtype=jnp.float32)
-    held = jnp.mean(now != 0, dtype=jnp.float32)
-    return jnp.where((now >= 0).all() & (held > 0), lost / jnp.where(held > 0, held, 1), 0)
+    positive = now > 0
+    lost = jnp.mean(positive & (decoded <= 0), dtype=jnp.float32)
+    held = jnp.mean(positive, dtype=jnp.float32)
+    return jnp.where((now < 0).any() | (held == 0), 0, lost / jnp.where(held > 0, held, 1))
 
 
 def _changes(code: Uniform, arrays: Any) -> jax.Array:

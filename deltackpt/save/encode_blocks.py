@@ -160,8 +160,10 @@ def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> fl
     found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
     if _SURE[0] < found < _SURE[1]:
         return found
-    exact = values[chosen].astype(np.float64)
-    return float(np.square(exact[np.isfinite(exact)]).sum())
+    some = values[chosen]
+    # Without those that are not finite: to cast a signalling NaN is an invalid operation, too.
+    exact = np.where(np.isfinite(some), some, 0).astype(np.float64)
+    return float(np.square(exact).sum())
 
 
 def relative(squared_error: float, squared_norm: float) -> float:

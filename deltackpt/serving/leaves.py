@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt.errors import Damaged
+from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import dtypes, globs
 from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, path_name
@@ -21,10 +22,21 @@ from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 
 def chosen(leaves: Sequence[DenseLeaf], patterns: Sequence[str]) -> tuple[DenseLeaf, ...]:
-    """The leaves whose path one of some globs matches."""
-    return tuple(
+    """The leaves whose path one of some globs matches.
+
+    Raises:
+      OptionError: two of them have one path, by which one could not be told from the other.
+    """
+    found = tuple(
         leaf for leaf in leaves if any(globs.matches(one, path_name(leaf.path)) for one in patterns)
     )
+    counts = collections.Counter(path_name(leaf.path) for leaf in found)
+    if clashes := [name for name, count in counts.items() if count > 1]:
+        raise OptionError(
+            f"leaves: expected one leaf of each path, found several of\n{globs.listed(clashes)}\n"
+            "a key that holds '/' reads like two; rename it, or choose other leaves"
+        )
+    return found
 
 
 def name_of(leaf: DenseLeaf) -> str:

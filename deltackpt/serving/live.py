@@ -81,7 +81,8 @@ def follow(
     Args:
       root: of the steps: a path, or the URL of a bucket. It is only read.
       leaves: globs over the '/'-joined paths of the leaves (``*`` stays within one step of a path,
-        ``**`` crosses them). Leaves that are no arrays, and tables, are left out.
+        ``**`` crosses them). Tables, and leaves that are no arrays or have no elements, are left
+        out.
       log: whether the marks of a log above the newest step are followed, too.
       poll_secs: how often a thread looks for what is new; None: whoever calls ``advance`` does.
       item: name of the tables' item in the steps; found in the newest step by default.
@@ -145,6 +146,7 @@ class Live:
 
         Raises:
           RestoreError: no step is intact; what was shown still is.
+          OptionError: two of the leaves have one path, since a key holds a slash.
           StorageError: the root cannot be read; likewise.
           ClosedError: it was closed.
         """

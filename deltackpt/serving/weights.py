@@ -101,9 +101,11 @@ class Weights:
 
         kinds = _kinds(held.leaves.values(), held.values)
         sources = [[*dense_values.sources(save, meter.add)] for save in further]
-        for each in sources:
+        for save, each in zip(further, sources, strict=True):
+            # Leaves that came, or became arrays, are to be shown as well.
+            wanted = kinds.keys() | _descriptions(self._chosen(save.layout.dense))
             records = [value for source in each for value in source.record.values]
-            found = {_key(one): _kind(one) for one in records if _key(one) in kinds}
+            found = {_key(one): _kind(one) for one in records if _key(one) in wanted}
             if found != kinds:
                 return None
         for each in sources:
@@ -119,6 +121,7 @@ class Weights:
         return dataclasses.replace(
             held,
             save=save.info,
+            layout=save.layout,
             values=values,
             leaves={leaf: found for leaf, found in arrays.items() if found is not None},
             unix_secs=committed_secs(save),
@@ -222,7 +225,7 @@ class Weights:
         before: Held | None,
         meter: _Bytes,
     ) -> LeafArray | None:
-        """An array that Orbax's handler wrote in a way of its own; None where it is no array."""
+        """An array that Orbax's handler wrote in a way of its own; None where it has no numbers."""
         item_dir = save.step_dir / names.DENSE_ITEM
         if not item_dir.is_dir():
             return None
@@ -234,9 +237,9 @@ class Weights:
             stands=lambda: stamp is None or stamp.same(save.step_dir.stamp()),
         )
         stored = item.get(path_name(leaf.path))
-        if stored is None or stored.kind not in _ARRAYS:
+        if stored is None or stored.kind not in _ARRAYS or 0 in stored.shape:
             return None
-        found = np.ascontiguousarray(np.asarray(stored))
+        found = np.asarray(stored, order="C")
         meter.add(found.nbytes)
         array = LeafArray(name_of(leaf), found.shape, found.dtype, found.shape)
         [key] = array.keys
@@ -266,6 +269,10 @@ _Kind = tuple[str, int]
 
 def _key(value: BlockedValue) -> Key:
     return value.file, value.key
+
+
+def _descriptions(leaves: Iterable[DenseLeaf]) -> set[Key]:
+    return {(False, f"{name_of(leaf)}/{ZARRAY}") for leaf in leaves}
 
 
 def _kind(value: BlockedValue) -> _Kind:

@@ -41,6 +41,11 @@ def is_empty(node: Any) -> bool:
     return node is None or (isinstance(node, (tuple, list, dict)) and not node)
 
 
+def printable(text: str) -> str:
+    """A text with its halves of surrogate pairs escaped; as it is where it is Unicode."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def flatten(tree: Any, stop: Callable[[Any], bool]) -> tuple[list[Any], Any]:
     """Leaves and treedef; ``stop`` names nodes that count as leaves. The quick way."""
     # Asked of every node: a call within the call would double what it costs.

@@ -35,6 +35,8 @@ from deltackpt.state.nesting import dense_at, nested
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import Marks, TouchSite, TouchState
 
+#: Why a dense leaf cannot be stored under its key, None where it can.
+DenseFault = Callable[[Any, Sequence[str]], str | None]
 #: Layouts that one Tables remembers; a training run has one or two.
 _REMEMBERED = 16
 #: Fewer bytes of slots in the dense part of each save cost nothing worth a warning.
@@ -92,17 +94,15 @@ _storable: weakref.WeakKeyDictionary[_Plan, list[int]] = weakref.WeakKeyDictiona
 _warned: weakref.WeakSet[Tables] = weakref.WeakSet()
 
 
-def split(
-    state: Any, tables: Tables, *, dense_fault: Callable[[Any], str | None] | None = None
-) -> Split:
+def split(state: Any, tables: Tables, *, dense_fault: DenseFault | None = None) -> Split:
     """Takes a state apart into tables with slots, dense leaves and the TouchState.
 
     Args:
       state: any pytree: nested dicts, a flax ``TrainState``, an nnx state or module, tuples of
         them. Leaves may be ``jax.Array``, ``np.ndarray`` or abstract.
       tables: which leaves are tables.
-      dense_fault: of a state that is to be saved: why a leaf cannot be stored as a dense one. It
-        is asked once for each structure, and each time about leaves without a dtype.
+      dense_fault: of a state that is to be saved: why a leaf cannot be stored as a dense one under
+        its key. It is asked once for each structure, and each time about leaves without a dtype.
 
     Returns:
       The parts; leaves are those of the state, not copies.
@@ -214,22 +214,22 @@ def _plan_of(state: Any, tables: Tables, leaves: list[Any], treedef: Any) -> _Pl
 
 def _signature(leaf: Any) -> Any:
     try:
-        return leaf.shape, leaf.dtype, leaf.sharding
+        # An abstract leaf of a template may look like the array that can be saved.
+        return type(leaf), leaf.shape, leaf.dtype, leaf.sharding
     except AttributeError:
         if isinstance(leaf, TouchState):
             return TouchState
         return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
 
 
-def _check_storable(
-    plan: _Plan, leaves: list[Any], dense_fault: Callable[[Any], str | None]
-) -> None:
+def _check_storable(plan: _Plan, leaves: list[Any], dense_fault: DenseFault) -> None:
     numbers = _storable.get(plan)
     faults = []
     for number in range(len(plan.dense)) if numbers is None else numbers:
-        if fault := dense_fault(leaves[plan.dense[number][1]]):
+        key, place = plan.dense[number]
+        if fault := dense_fault(leaves[place], key):
             name = path_name(plan.layout.dense[number].path) or "(the state itself)"
-            faults.append(f"{name} {fault}")
+            faults.append(f"{paths.printable(name)} {fault}")
     if faults:
         raise UnsupportedLeaf(
             f"save: expected leaves that can be stored, found\n{paths.listed(faults)}\n"
@@ -338,7 +338,6 @@ def _choose(
             f"select: these leaves cannot be tables:\n{paths.listed(faults)}\n"
             "a table is an array of numbers whose first axis are the rows"
         )
-    _check_names([names[i] for i in chosen], names)
     found = {i: TableFields(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
     explicit = _explicit_slots(tables, found, flat, names, usable)
     if tables.slots is None or tables.slots:
@@ -349,16 +348,24 @@ def _choose(
                 found[slot.table].fields[blocks.slot_field(slot.name)] = (slot.leaf, always)
     _check_always(tables.always, found)
     _check_taken_once(found, names)
+    _check_names([names[i] for table in found.values() for i, _ in table.fields.values()], names)
     return sorted(found.values(), key=lambda table: table.name)
 
 
-def _check_names(chosen: list[str], names: list[str]) -> None:
+def _check_names(taken: list[str], names: list[str]) -> None:
+    """Checks the paths of tables and slots: a template's leaves are found by them at a restore."""
     counts = collections.Counter(names)
-    clashes = {name for name in chosen if counts[name] > 1}
+    clashes = {name for name in taken if counts[name] > 1}
     if clashes:
         raise TableSelectionError(
             f"select: each of these paths names more than one leaf:\n{paths.listed(clashes)}\n"
             "a key that holds '/' reads like two; rename it"
+        )
+    halves = [shown for name in taken if (shown := paths.printable(name)) != name]
+    if halves:
+        raise TableSelectionError(
+            f"select: these paths have half a character, and are no Unicode:\n"
+            f"{paths.listed(halves)}\nrename them"
         )
 
 
