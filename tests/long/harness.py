@@ -295,10 +295,8 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
 
 def draw_dense(random_: random.Random) -> dict[str, Any]:
     """Options of ``Dense``: each life goes on from what one with others has saved."""
-    if random_.random() < 0.25:
-        return {}
     return {
-        "deltas": "own",
+        "deltas": random_.choice(("orbax", "own", "own", "own")),
         "codec": random_.choice(("exact", trainee.LOSSY, trainee.LOSSY)),
         "max_error": trainee.MAX_ERROR,
         # Mostly room for all leaves, else for some of them.
@@ -367,6 +365,8 @@ PHASES = (
 MATCHES = {
     "start: lease": "lease.",
     "step: temporary directory": "mkdir",
+    "step: Orbax's metadata": "_CHECKPOINT_METADATA",
+    "dense leaves": "/dense/",
     "dense leaves: blocks": "/dense.",
     "compaction": "/compacted/",
     "commit: digests of the step": "digests.step",

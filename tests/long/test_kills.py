@@ -84,17 +84,25 @@ def rehearsed(trainees: harness.Trainees, root) -> tuple[int, dict[str, float]]:
         "doings": [*([["save", 1 + number % 2] for number in range(DOINGS)]), ["compact"]],
         "dense": {"deltas": "own", "codec": trainee.LOSSY},
     }
-    at: dict[str, float] = {}
+    calls, secs = 0, {}
     for number in (1, 2):
-        running = trainees.start("train", root, branch=100 * number, **life)
-        for note in running:
-            at[note["note"]] = time.perf_counter()
-        ended = running.ended()
+        ended, secs = timed(trainees.start("train", root, branch=100 * number, **life))
         assert ended.status == 0, trainees.diagnosis()
+        calls = len(ended.calls)
     seen = {harness.phase(*call) for call in ended.calls.values()}
     assert seen <= set(harness.PHASES), seen - set(harness.PHASES)
-    secs = {"restoring": at["ready"] - at["restoring"], "ready": at["done"] - at["ready"]}
-    return len(ended.calls), secs
+    return calls, secs
+
+
+def timed(running: harness.Running) -> tuple[Ended, dict[str, float]]:
+    """How a life ended, and the seconds of its restore and of all else, by the notes before."""
+    at: dict[str, float] = {}
+    for note in running:
+        at[note["note"]] = time.perf_counter()
+    secs = {}
+    if "done" in at:
+        secs = {"restoring": at["ready"] - at["restoring"], "ready": at["done"] - at["ready"]}
+    return running.ended(), secs
 
 
 def draw_kill(

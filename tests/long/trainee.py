@@ -360,19 +360,23 @@ class Training:
         standing = self._saver.all_steps()
         if not standing:
             return None
-        step = standing[which % len(standing)]
+        result = self._reached(standing[which % len(standing)])
+        if result is not None:
+            note("looked", **_found(result, Replay()))
+            self._looked = result.step
+        return result
+
+    def _reached(self, step: Any) -> Any:
+        """Restores a step or point; None where it has gone, or is a part of others."""
         try:
-            result = self._saver.restore(step, template())
-        except (StepGone, StepNotFound):  # By retention, once the save in flight was committed.
+            return self._saver.restore(step, template())
+        except (StepGone, StepNotFound):  # Once the save in flight was committed.
             return None
         except BrokenChain:
             # It stands as a part of the windows of later steps alone.
             if saves.read_save(self._root / str(step)).head.rolling is None:
                 raise
             return None
-        note("looked", **_found(result, Replay()))
-        self._looked = result.step
-        return result
 
     def _adopt(self, result: Any) -> None:
         self.step, self.history = result.step, history_of(result.state)
