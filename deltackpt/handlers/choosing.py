@@ -85,9 +85,11 @@ class Chooser:
         run = self._run
 
         def find() -> Any:
+            # The log first: what is trimmed from it then has made way for a step that is listed.
+            history = Logs(run.root.log_at).read() if log else None
             steps = {*run.root.steps()} - tried.steps
             way = None
-            if log and (history := Logs(run.root.log_at).read()).eras:
+            if history is not None and history.eras:
                 way = newest_way(history, self._ids(steps), tried.points)
             if way is not None:
                 return way.step.step, _plain(way.point)
