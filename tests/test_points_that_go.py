@@ -33,7 +33,7 @@ from deltackpt.upkeep.compact import compact
 LOG = deltackpt.LogOptions(dense="delta")
 GONE = (StepGone, StepNotFound)
 #: Of the accesses of a restore, one in so many is tried.
-STRIDE = 5
+STRIDE = 9
 
 
 def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int) -> None:
