@@ -468,6 +468,9 @@ class CheckpointManager:
     def points(self) -> list[LogPoint]:
         """Full points of the log that can be restored by way of a committed step, newest first.
 
+        One may be trimmed before it is restored, once two further steps are committed: ``restore``
+        says so then.
+
         Raises:
           Damaged: the newest head of the log cannot be read.
         """
@@ -542,6 +545,9 @@ class CheckpointManager:
 
         Raises:
           OptionError: it is no number of a step.
+          StepNotFound: there is no such step or point, or no more; the message names what can be
+            restored that is nearest to it.
+          StepGone: likewise, and it went while it was read.
           RestoreError: what is wrong with the step, or the point.
         """
         asked = step if isinstance(step, LogPoint) else names.as_step(step)

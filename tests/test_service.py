@@ -500,10 +500,23 @@ def test_status_says_what_each_member_is(standing):
         assert one.found.directory == str(standing.root)
 
 
-def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path):
+class WithKernel(Trainer):
+    """One that has a dense leaf of many blocks, too, of which a step changes few numbers."""
+
+    def train(self) -> None:
+        """See there."""
+        kernel = np.array(self.state.get("kernel", np.zeros((20, 256), np.float32)))
+        super().train()
+        kernel.reshape(-1)[np.random.default_rng(self.step).integers(0, kernel.size, 5)] = self.step
+        self.state["kernel"] = kernel
+
+
+@pytest.mark.parametrize("dense", ["orbax", "own"])
+def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path, dense):
     policy = deltackpt.Consecutive(max_chain=100, max_restore_ratio=20)
     options = {"bases": "compacted", "retention": 2, "policy": policy}
-    with Trainer(tmp_path / "root", **options) as trainer:
+    options["dense"] = deltackpt.Dense(deltas=dense)
+    with WithKernel(tmp_path / "root", **options) as trainer:
         trainer.save()
         found = started(trainer.root, shards=2, compact_after=2)
         reasons = []
@@ -516,6 +529,9 @@ def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path
             return chain[0] > 3 and 1 not in trainer.manager.all_steps()
 
         wait_until(folded, "a base is compacted and replaces what it stands for")
+        # Dense leaves as blocks are folded with the rows; else they stay in their step.
+        folders = [*(trainer.root / "compacted").glob("[0-9]*/embeddings/dense")]
+        assert bool(folders) == (dense == "own")
         assert {*reasons} == {"delta"}
         for _ in range(3):
             trainer.save()

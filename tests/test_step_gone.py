@@ -46,7 +46,8 @@ class Accesses:
         self._folders = [str(folder) for folder in folders]
         self._at = at
         self._then = then
-        self._lock = threading.Lock()
+        # What is done then may be accesses, too.
+        self._lock = threading.RLock()
         self.count = 0
 
     def saw(self, name: object) -> None:

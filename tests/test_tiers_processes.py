@@ -16,11 +16,13 @@ import pytest
 import servers
 from left_running import promoters
 from many import Job, Server, wait_until
+from many_worker import Model
 
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage import buckets
 from deltackpt.tiers.stage import Stage
+from deltackpt.upkeep.compact import compact
 from deltackpt.upkeep.verify import verify_root
 
 PLACE = {"mesh": [2, 2]}
@@ -109,6 +111,39 @@ def test_processes_with_stages_of_their_own_each_promote_their_parts(
             assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
         assert saved(job, 4) == "delta"
         job.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])
+def test_blocks_of_dense_leaves_come_to_a_bucket_and_are_compacted_there(
+    server, bucket, tmp_path, shared
+):
+    url = bucket.bucket(f"dense-{shared}".lower()) + "/run"
+    known, cut = Model(kernel=[256, 64]), {"layout": "cut"}
+
+    def opened(job: Job, name: str) -> None:
+        for number, process in enumerate(job.processes):
+            stage = str(tmp_path / (name if shared else f"{name}{number}"))
+            tiers = {"stage": stage, "endpoint": bucket.endpoint, "shared": shared}
+            process.ask("open", root=url, tiers=tiers, dense="own")
+        assert not any("error" in answer for answer in job.answers())
+
+    with Job(server, tmp_path / "jobs", processes=2, devices=1, model=known) as job:
+        opened(job, "first")
+        job.all("start", place={"mesh": [2, 1], **cut})
+        assert [saved(job, step) for step in range(4)] == ["base", "delta", "delta", "delta"]
+        job.close()
+    for compacted in (False, True):
+        if compacted:
+            assert compact(url, endpoint=bucket.endpoint) is not None
+        newest = max(open_steps(url, endpoint=bucket.endpoint).steps())
+        with Job(server, tmp_path / "jobs", processes=4, devices=1, model=known) as job:
+            opened(job, f"again{compacted}")
+            for answer in job.all("restore_latest", place={"mesh": [4, 1], **cut}, like=newest):
+                found = answer["step"], answer["wrong"], answer["skipped"]
+                assert found == (newest, None, []), answer
+            assert saved(job, newest + 1) == "delta"
+            job.close()
+        assert verify_root(url, endpoint=bucket.endpoint).intact
 
 
 class Nodes:

@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from deltackpt import events, processes
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
-    DamagedLog,
     ForeignDirectory,
     NoIntactStep,
     RestoreError,
@@ -24,13 +23,14 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues
 from deltackpt.handlers import dense, partial
+from deltackpt.handlers.choosing import Choice, Chooser, Tried
 from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import dense_values, saves
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.stretches import LogPoint, Logs, coverings, newest_way
+from deltackpt.reading.stretches import LogPoint
 from deltackpt.restore import steps
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
 from deltackpt.save import proof, snapshot
@@ -46,53 +46,6 @@ _T = TypeVar("_T")
 _LISTINGS = 10
 
 
-class _Choice(NamedTuple):
-    """What is restored: a step, or a point by way of a step below it."""
-
-    step: int
-    point: LogPoint | None
-
-    @property
-    def number(self) -> int:
-        """The training step that is restored."""
-        return self.step if self.point is None else self.point.step
-
-    @classmethod
-    def of(cls, plain: Any) -> _Choice | None:
-        """A choice that JSON has carried."""
-        if plain is None:
-            return None
-        step, point = plain
-        if point is None:
-            return cls(step, None)
-        stretch, save_id, full, unix_secs = point
-        return cls(step, LogPoint(stretch, SaveId(*save_id), full, unix_secs))
-
-
-def _plain(point: LogPoint) -> Any:
-    return point.stretch, dataclasses.astuple(point.save_id), point.full, point.unix_secs
-
-
-class _Tried:
-    """Steps and points that were not intact, and those that went while they were read."""
-
-    def __init__(self) -> None:
-        self.steps: set[int] = set()
-        self.points: set[SaveId] = set()
-        self.skipped: list[tuple[int, RestoreError]] = []
-        self.gone: list[tuple[int, RestoreError]] = []
-
-    def skip(self, choice: _Choice, error: RestoreError) -> None:
-        """Notes what is wrong with a choice: with the marks of a log, or with the step."""
-        self.skipped.append((choice.number, error))
-        if choice.point is None or not isinstance(error, DamagedLog):
-            self.steps.add(choice.step)
-        else:
-            self.points.add(choice.point.save_id)
-            if isinstance(error.mark, SaveId):
-                self.points.add(error.mark)
-
-
 class Restorer:
     """Reads steps, and makes them what the run goes on from; used by one thread at a time."""
 
@@ -105,6 +58,7 @@ class Restorer:
         """
         self._run = run
         self._extra = extra
+        self._chooser = Chooser(run)
         limits = run.options.timeouts
         self._steps = StepReader(
             run.root,
@@ -126,10 +80,9 @@ class Restorer:
     ) -> Restored | None:
         """The newest intact step, or point; as ``CheckpointManager.restore_latest``."""
         run, started = self._run, time.perf_counter()
-        tried = _Tried()
-        # Listed anew each time: beside a trainer, a step that goes while it is read has a
-        # successor, which may have its number.
-        while (choice := self._newest_but(tried, log)) is not None:
+        tried = Tried()
+        choice = self._chooser.newest(tried, log=log)
+        while choice is not None:
             began, step = time.perf_counter(), choice.number
             try:
                 result = self._from_any_copy(
@@ -140,14 +93,20 @@ class Restorer:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
                     run.tell_failure("restore", step, error, began)
                     raise
-                if isinstance(error, (StepGone, StepNotFound)) and len(tried.gone) < _LISTINGS:
+                # Listed anew: beside a trainer, what goes while it is read has a successor, which
+                # may have its number. Of a point it is the marks that go, of a step its chain.
+                again = self._chooser.newest(tried, log=log)
+                succeeded = again is not None and again != choice and again.number >= step
+                if (succeeded or _is_gone(error)) and len(tried.gone) < _LISTINGS:
                     tried.gone.append((step, error))
+                    choice = again
                     continue
                 run.tell_failure("skip", step, error, began)
                 tried.skip(choice, error)
                 if not isinstance(error, ForeignDirectory):
                     what = "step" if choice.point is None else "point"
                     events.warn(f"{what} {step} is skipped, it is not intact: {error}")
+                choice = self._chooser.newest(tried, log=log)
                 continue
             for foreign, error in tried.skipped:
                 if isinstance(error, ForeignDirectory):
@@ -182,19 +141,45 @@ class Restorer:
         started = time.perf_counter()
         step = asked if isinstance(asked, int) else asked.step
         try:
-            choice = self._asked_for(asked)
-            return self._from_any_copy(
-                choice.step, lambda: self._restore(choice, template, items, progress, service)
+            return self._while_it_stands(
+                asked, lambda choice: self._restore(choice, template, items, progress, service)
             )
         except Exception as error:
             self._run.tell_failure("restore", step, error, started)
             raise
 
+    def _while_it_stands(
+        self, asked: int | LogPoint, read: Callable[[Choice], Restored]
+    ) -> Restored:
+        """Reads what was asked for; anew where another way to it has taken the place of the first.
+
+        A step under a point may be removed, and its marks trimmed, while a later step leads there.
+
+        Raises:
+          StepNotFound: there is no such step, or point.
+          StepGone: it went while it was read.
+        """
+        choice = self._chooser.asked(asked)
+        for _ in range(_LISTINGS):
+            try:
+                return self._from_any_copy(choice.step, lambda choice=choice: read(choice))
+            except RestoreError as error:
+                if not error.another_step_may_do:
+                    raise
+                again = self._chooser.found(asked)
+                if again is None:
+                    # Marks that went without a later step are lost, and not trimmed.
+                    newest = self._run.root.newest_step()
+                    if _is_gone(error) or (newest is not None and newest >= choice.number):
+                        raise self._chooser.went(asked) from error
+                if again is None or again == choice:
+                    raise
+                choice = again
+        raise self._chooser.went(asked)
+
     def points(self) -> list[LogPoint]:
-        """Full points to which a step leads, newest first; as ``CheckpointManager.points``."""
-        history = Logs(self._run.root.log_at).read()
-        _, unreached = coverings(history, self._ids({*self._run.root.steps()}))
-        return [point for point in history.points() if point.full and point not in unreached]
+        """As ``CheckpointManager.points``."""
+        return self._chooser.points()
 
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
         """Rows of tables alone; as ``CheckpointManager.read``."""
@@ -224,54 +209,6 @@ class Restorer:
         """Leaves by their paths; as ``CheckpointManager.read_state``."""
         run, items = self._run, OrbaxItems(self._run.root, {})
         return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
-
-    def _newest_but(self, tried: _Tried, log: bool) -> _Choice | None:
-        """What process 0 finds to be the newest step, or point, but for those that were tried."""
-        run = self._run
-
-        def find() -> Any:
-            steps = {*run.root.steps()} - tried.steps
-            way = None
-            if log and (history := Logs(run.root.log_at).read()).eras:
-                way = newest_way(history, self._ids(steps), tried.points)
-            if way is not None:
-                return way.step.step, _plain(way.point)
-            newest = max(steps, default=None)
-            return None if newest is None else (newest, None)
-
-        return _Choice.of(run.among.of_first("choosing a step", find))
-
-    def _asked_for(self, asked: int | LogPoint) -> _Choice:
-        """The step, or the point and the step below it, that process 0 finds."""
-        run = self._run
-
-        def find() -> Any:
-            steps = {*run.root.steps()}
-            if isinstance(asked, int) and asked in steps:
-                return asked, None
-            history = Logs(run.root.log_at).read()
-            found = [
-                point
-                for point in history.points()
-                if point.full and (point.step == asked or point == asked)
-            ]
-            if not found:
-                return (asked, None) if isinstance(asked, int) else None
-            way = newest_way(history, self._ids(steps), at=found[0].step)
-            return None if way is None else (way.step.step, _plain(way.point))
-
-        choice = _Choice.of(run.among.of_first(f"finding {asked}", find))
-        if choice is None:
-            raise StepNotFound(
-                f"{run.root}: expected {asked} and a step below it, found none that the log leads "
-                "from to there; points() lists the points"
-            )
-        return choice
-
-    def _ids(self, steps: set[int]) -> dict[int, SaveId]:
-        """Save ids of those steps whose manifests can be read."""
-        known = self._run.root.saves()
-        return {step: info.save_id for step in steps if (info := known.get(step)) is not None}
 
     def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
         """Reads a step; where a copy that is near turns out damaged, again from another one."""
@@ -307,7 +244,7 @@ class Restorer:
 
     def _restore(
         self,
-        choice: _Choice,
+        choice: Choice,
         template: Any,
         items: Items | None,
         progress: Progress | None,
@@ -449,3 +386,7 @@ class Restorer:
             {key: bytes(data) for key, data in described.items()},
             loaded.chunks,
         )
+
+
+def _is_gone(error: RestoreError) -> bool:
+    return isinstance(error, (StepGone, StepNotFound))

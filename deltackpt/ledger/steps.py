@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from deltackpt.errors import RestoreError
-from deltackpt.format import names
+from deltackpt.errors import BrokenChain, RestoreError
+from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import Committed
@@ -88,6 +88,23 @@ class Steps:
                         self._known[name] = saves.read_info(self.spot / name, self.item)
                 found[step] = self._known.get(name)
             return found
+
+    def restorable(self) -> dict[int, SaveId]:
+        """Committed steps whose chains are whole, by what manifests say, each with its save id.
+
+        Others may stand as parts of the windows of later steps.
+        """
+        standing = {info.step_dir: info for info in self.saves().values() if info is not None}
+        # After the steps: what a base replaces goes once it is there.
+        bases = self._compacted()
+        read = {name: base for name, base in bases.items() if _stands_for(base, standing.get(name))}
+        by_dir = standing | read
+        found = {}
+        for name, info in standing.items():
+            with contextlib.suppress(BrokenChain):
+                chain.restore_chain(by_dir[name], by_dir)
+                found[info.save_id.step] = info.save_id
+        return found
 
     def compacted(self) -> frozenset[SaveId]:
         """Saves for which a compacted base stands whose manifest can be read."""
@@ -200,3 +217,8 @@ class Steps:
 
     def close(self) -> None:
         """Ends what is open."""
+
+
+def _stands_for(base: SaveInfo, save: SaveInfo | None) -> bool:
+    """Whether a compacted base is that of a save, or of one that is there no more."""
+    return save is None or save.save_id == base.save_id

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltackpt.errors import StepNotFound
+from deltackpt.errors import BrokenChain, StepNotFound
 from deltackpt.format import names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import GroupEntry, SaveId
@@ -86,13 +86,20 @@ def plan(
       StepNotFound: there is no such step.
       RestoreError: what else is wrong with its chain.
     """
+    named, root = step is not None, Root.open(directory, item=item, read_only=True)
     if step is None:
-        step = Root.open(directory, item=item, read_only=True).newest_step()
+        step = root.newest_step()
         if step is None:
             raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
     step_dir = directory / str(step)
-    with saves.standing(step_dir, during="compacted", instead="compact"):
-        found = saves.read_chain(step_dir, item)
+    try:
+        with saves.standing(step_dir, during="compacted", instead="compact"):
+            found = saves.read_chain(step_dir, item)
+    except BrokenChain as error:
+        if named or root.newest_step() == step:
+            raise
+        # A later step was committed meanwhile, of whose window this one is a part.
+        raise saves.gone(step_dir, during="compacted", instead="compact") from error
     if len(found) == 1:
         return None
     groups = found[-1].layout.groups
@@ -112,8 +119,16 @@ def plan(
 
 
 def chain(plan: Plan) -> tuple[StoredSave, ...]:
-    """The chain that is folded, as it stands now."""
-    found = saves.read_chain(plan.step_dir, plan.item)
+    """The chain that is folded, as it stands now.
+
+    Raises:
+      StepGone: it is no more what was planned for: the step went, or stands as a part of the
+        windows of later steps alone, since retention removed what was before it.
+    """
+    try:
+        found = saves.read_chain(plan.step_dir, plan.item)
+    except BrokenChain as error:
+        raise saves.gone(plan.step_dir, during="compacted", instead="compact") from error
     if found[-1].info.save_id != plan.save_id:
         raise saves.gone(plan.step_dir, during="compacted", instead="compact")
     return found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trainee
 from machine import required
 
 HERE = Path(__file__).resolve().parent
@@ -181,17 +182,39 @@ class Running:
         return Ended(self._status, self._notes, calls)
 
 
+class Encoded:
+    """What leaves may be that a code has lost something of: what an encoder said beforehand."""
+
+    def __init__(self) -> None:
+        #: Of a history and a leaf.
+        self._said: dict[tuple[str, str], set[str]] = {}
+
+    def take(self, note: dict[str, Any]) -> None:
+        """Takes in what an encoder said."""
+        for leaf, digest in note["leaves"].items():
+            self._said.setdefault((note["history"], leaf), set()).add(digest)
+
+    def check(self, note: dict[str, Any]) -> bool:
+        """Checks what was restored; whether anything of it was not exact."""
+        for leaf, digest in note["inexact"].items():
+            said = self._said.get((note["history"], leaf), set())
+            assert digest in said, (leaf, note, said)
+        return bool(note["inexact"])
+
+
 class Expected:
     """What each step of a directory may hold, by what its trainers said before they died.
 
     Attributes:
       waited_for: the newest step for which ``wait()`` had returned, and nobody went back behind.
       restored: how many restores were compared.
+      inexact: of how many of these some leaves were what a lossy code makes of them.
     """
 
     def __init__(self) -> None:
         self.waited_for = 0
-        self.restored = 0
+        self.restored = self.inexact = 0
+        self._encoded = Encoded()
         #: Step to the histories that may stand there.
         self._may_be: dict[int, set[str]] = {}
 
@@ -216,6 +239,9 @@ class Expected:
                 assert note["wrong"] is None, note
                 assert note["history"] in self._may_be[note["step"]], (note, self._may_be)
                 self.restored += 1
+                self.inexact += self._encoded.check(note)
+            elif kind == "encoded":
+                self._encoded.take(note)
             elif kind == "rolling":
                 self.waited_for = min(self.waited_for, note["step"])
             elif kind == "begun":
@@ -244,9 +270,9 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
       doings: how many things it does.
     """
     drawn: list[list[str | int]] = []
-    names = ("save", "keep", "back", "init", "look", "roll", "save_if_due")
-    for doing in random_.choices(names, (8, 2, 2, 1, 2, 1, 1), k=doings):
-        if doing == "keep":
+    names = ("save", "keep", "back", "init", "look", "roll", "save_if_due", "compact")
+    for doing in random_.choices(names, (8, 2, 2, 1, 2, 1, 1, 1), k=doings):
+        if doing in ("keep", "compact"):
             drawn.append([doing])
         elif doing in ("look", "roll"):
             drawn.append([doing, random_.randrange(4)])
@@ -255,11 +281,26 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
             drawn.append([doing, random_.choice((1, 1, 2, 5))])
         if random_.random() < 0.5:
             drawn.append(["wait"])
+    policy = random_.choice(("consecutive", "consecutive", "one_shot", "rolling"))
     return {
         "doings": drawn,
         "branch": 1000 * life,
         "when_busy": random_.choice(("wait", "wait", "skip", "coalesce")),
         "retention": random_.choice((1, 2, 2, 4)),
+        "policy": policy,
+        "bases": "periodic" if policy == "rolling" else random_.choice(("periodic", "compacted")),
+        "dense": draw_dense(random_),
+    }
+
+
+def draw_dense(random_: random.Random) -> dict[str, Any]:
+    """Options of ``Dense``: each life goes on from what one with others has saved."""
+    return {
+        "deltas": random_.choice(("orbax", "own", "own", "own")),
+        "codec": random_.choice(("exact", trainee.LOSSY, trainee.LOSSY)),
+        "max_error": trainee.MAX_ERROR,
+        # Mostly room for all leaves, else for some of them.
+        "max_reference_bytes": random_.choice((1 << 30, 1 << 30, 30_000)),
     }
 
 
@@ -275,6 +316,8 @@ def phase(call: str, path: str) -> str:
         return "rollback: later steps aside"
     if top.startswith("deleted"):
         return "removal: rename into the trash" if call == "rename" else "removal: collection"
+    if top.startswith("compacted"):
+        return "compaction"
     if top.startswith((".lease", "lease")) or not top:
         return "start: lease" if top else "commit: rename, fsync of the directory"
     if not below and call == "rename" and top.isdecimal():
@@ -287,6 +330,8 @@ def phase(call: str, path: str) -> str:
     if call == "fsync":
         return "commit: fsync of the step"
     if item.startswith("embeddings"):
+        if inner.partition("/")[2].startswith("dense."):
+            return "dense leaves: blocks"
         if inner.startswith("part."):
             return "tables: touched rows" if "rows.gaps" in inner else "tables: values and slots"
         return "tables: manifest and digests"
@@ -305,6 +350,8 @@ PHASES = (
     "tables: values and slots",
     "tables: manifest and digests",
     "dense leaves",
+    "dense leaves: blocks",
+    "compaction",
     "commit: digests of the step",
     "commit: fsync of the step",
     "commit: rename, fsync of the directory",
@@ -318,6 +365,10 @@ PHASES = (
 MATCHES = {
     "start: lease": "lease.",
     "step: temporary directory": "mkdir",
+    "step: Orbax's metadata": "_CHECKPOINT_METADATA",
+    "dense leaves": "/dense/",
+    "dense leaves: blocks": "/dense.",
+    "compaction": "/compacted/",
     "commit: digests of the step": "digests.step",
     "commit: rename, fsync of the directory": "fsync \n",
     "removal: rename into the trash": "rename /deleted",

@@ -7,10 +7,19 @@ import random
 from typing import Any, NamedTuple
 
 import harness
-from harness import Ended
+from harness import Encoded, Ended
 
 #: What a process does between its start and its end, and how likely that is.
-_DOINGS = {"log": 8, "union": 2, "save": 4, "look": 1, "roll": 1, "wait_logged": 3, "wait": 1}
+_DOINGS = {
+    "log": 8,
+    "union": 2,
+    "save": 4,
+    "look": 1,
+    "roll": 1,
+    "wait_logged": 3,
+    "wait": 1,
+    "compact": 1,
+}
 
 PHASES = (
     *harness.PHASES,
@@ -67,10 +76,12 @@ class Offers:
     Attributes:
       restored: how many restores were compared.
       of_points: how many of these were of points.
+      inexact: of how many of these some leaves were what a lossy code makes of them.
     """
 
     def __init__(self) -> None:
-        self.restored = self.of_points = 0
+        self.restored = self.of_points = self.inexact = 0
+        self._encoded = Encoded()
         #: From the newest that is known to be there on.
         self._standing = [Offer(0, "")]
         #: Every history that was ever offered.
@@ -94,6 +105,8 @@ class Offers:
             elif kind == "looked":
                 self._compare(note)
                 assert note["history"] in self._ever, note
+            elif kind == "encoded":
+                self._encoded.take(note)
             elif kind == "offered":
                 offered.append(Offer(note["step"], note["history"], note["by"] != "roll"))
                 self._ever.add(note["history"])
@@ -109,6 +122,7 @@ class Offers:
             assert note["items"] == (note["history"] if note["log"] else None), note
             self.restored += 1
             self.of_points += note["log"]
+            self.inexact += self._encoded.check(note)
 
 
 def _acknowledged(offered: list[Offer], step: int | None) -> list[Offer]:
@@ -131,7 +145,7 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
     """
     drawn: list[list[str | int]] = [["save", 1]] if life == 1 else []
     for doing in random_.choices(list(_DOINGS), list(_DOINGS.values()), k=doings):
-        if doing.startswith("wait"):
+        if doing.startswith("wait") or doing == "compact":
             drawn.append([doing])
         elif doing in ("look", "roll"):
             drawn.append([doing, random_.randrange(8)])
@@ -141,10 +155,11 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
         "doings": drawn,
         "branch": 1000 * life,
         "retention": random_.choice((1, 2, 2, 4)),
-        "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
+        "policy": random_.choice(("consecutive", "one_shot", "intermittent", "rolling")),
+        "dense": harness.draw_dense(random_),
         "ids": random_.random() < 0.5,
         "log_options": {
-            "dense": random_.choice(("whole", "delta")),
+            "dense": random_.choice(("whole", "delta", "delta")),
             "dense_every": random_.choice((1, 1, 3)),
             # So that log() saves some of the steps by itself.
             "most_bytes": random_.choice((1.0, 1.0, 1e-3)),

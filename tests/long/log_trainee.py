@@ -19,17 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import trainee
-from trainee import changed, difference, history_of, name, note
+from trainee import POLICIES, changed, difference, history_of, inexact, name, note
 
 import deltackpt
 from deltackpt import events
-from deltackpt.errors import DeltackptError, StepGone, StepNotFound
-
-POLICIES = {
-    "consecutive": lambda: deltackpt.Consecutive(max_chain=3),
-    "one_shot": deltackpt.OneShot,
-    "intermittent": deltackpt.Intermittent,
-}
+from deltackpt.errors import DeltackptError
 
 
 def log_options(given: dict[str, Any]) -> deltackpt.LogOptions:
@@ -43,16 +37,18 @@ def log_options(given: dict[str, Any]) -> deltackpt.LogOptions:
 class Logging(trainee.Training):
     """A loop that also logs."""
 
-    def __init__(self, saver: deltackpt.CheckpointManager, branch: int, ids: bool):
-        super().__init__(saver, branch)
+    def __init__(self, saver: deltackpt.CheckpointManager, root: Path, branch: int, ids: bool):
+        super().__init__(saver, root, branch)
         self._ids = ids
         #: What was trained since the last log() that took something.
         self._unlogged: list[tuple[int, int]] = []
 
     def start(self) -> None:
         """Goes on from the newest step or point."""
+        note("restoring")
         result = self._saver.restore_latest(trainee.template())
         found = {"step": 0, "wrong": None, "history": name(()), "items": None, "log": False}
+        found["inexact"] = {}
         if result is not None:
             found = self._found(result)
             self._adopt(result)
@@ -110,12 +106,7 @@ class Logging(trainee.Training):
 
     def _any(self, which: int) -> Any:
         standing: list[Any] = [*self._saver.all_steps(), *self._saver.points()]
-        if not standing:
-            return None
-        try:
-            return self._saver.restore(standing[which % len(standing)], trainee.template())
-        except (StepGone, StepNotFound):  # Once the save in flight was committed.
-            return None
+        return self._reached(standing[which % len(standing)]) if standing else None
 
     def _log(self) -> None:
         ids = None
@@ -156,6 +147,7 @@ class Logging(trainee.Training):
         return {
             "step": result.step,
             "wrong": difference(result.state, result.step, trainee.Replay()),
+            "inexact": inexact(result.state, trainee.Replay()),
             "history": name(history_of(result.state)),
             "items": result.items.get("history"),
             "log": result.point is not None,
@@ -172,14 +164,16 @@ def log(task: dict[str, Any]) -> None:
     """Goes on from the newest step or point, and does ``task["doings"]``."""
     root = Path(task["root"])
     trainee._arm(task, root)
+    trainee.watch_encoders()
     with trainee.manager(
         root,
         policy=POLICIES[task.get("policy", "consecutive")](),
+        dense=deltackpt.Dense(**task.get("dense", {})),
         retention=task.get("retention", 2),
         durability=task.get("durability", "power"),
         log=log_options(task.get("log_options", {})),
     ) as saver:
-        training = Logging(saver, task["branch"], task.get("ids", False))
+        training = Logging(saver, root, task["branch"], task.get("ids", False))
         training.start()
         for doing, *number in task["doings"]:
             getattr(training, doing)(*number)

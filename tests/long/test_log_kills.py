@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGKILL at every I/O call of processes that log their steps, and at any moment.
 
-They log and save in any mixture, go back to steps and points, and look at others. Each next one
-restores the newest of step and point and compares it bit for bit with what a run that nobody
-killed has there; what was acknowledged is there. Then jobs of two and four processes, of which some
+They log and save in any mixture, compact, go back to steps and points, and look at others. Each
+next one restores the newest of step and point and compares it bit for bit with what a run that
+nobody killed has there, or where a code is lossy with what its encoder had said; what was
+acknowledged is there. Then jobs of two and four processes, of which some
 go on for a while when one is dead.
 """
 
@@ -14,14 +15,16 @@ import json
 import random
 import signal
 import time
+from typing import Any
 
 import log_harness
 import log_job_worker
+import many_worker
 import pytest
 import trainee
 from log_harness import Offers
 from many import Job, Process, Server
-from test_kills import killing_call
+from test_kills import killing_call, timed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
@@ -32,6 +35,8 @@ LANES = [pytest.param(n, marks=pytest.mark.xdist_group(f"log kills {n}")) for n 
 #: Then a new directory is begun: the longer a history, the longer is its replay.
 LIVES, LIVES_OF_SEVERAL = 40, 10
 DOINGS = 8
+#: Of several: a step changes few blocks of its kernel.
+MODEL = many_worker.Model(kernel=[64, 256])
 _PROCESSES_SECS = 4.0
 _LONGEST_LIFE_SECS = 1.0
 #: How long the others go on without one that is dead.
@@ -44,20 +49,21 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
 ):
     random_ = campaign.random("log kills", lane)
     kills = campaign.count(KILLS[1]) // len(LANES)
-    calls, secs = rehearsed(log_trainees, tmp_path / "rehearsal")
+    calls, moments = rehearsed(log_trainees, tmp_path / "rehearsal")
     phases: collections.Counter[str] = collections.Counter({name: 0 for name in log_harness.PHASES})
-    lives = restores = of_points = 0
+    lives = restores = of_points = inexact = 0
     root, offers, told = tmp_path / "root", Offers(), []
     while phases.total() < kills:
         if lives % LIVES == 0:
             restores, of_points = restores + offers.restored, of_points + offers.of_points
+            inexact += offers.inexact
             root, offers = tmp_path / f"root{lives}", Offers()
         lives += 1
         assert lives < 5 * kills, f"most lives end by themselves: {phases}"
-        kill, after = draw_kill(random_, phases, calls, secs)
+        kill, since, after = draw_kill(random_, phases, calls, moments)
         task = {**log_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
         running = log_trainees.start("log", root, **task)
-        ended = running.end("ready", after, running.kill)
+        ended = running.end(since, after, running.kill)
         told = [*told[-2:], json.dumps({"task": task, "notes": ended.notes})]
         try:
             assert ended.status in (0, -signal.SIGKILL), log_trainees.diagnosis()
@@ -72,21 +78,21 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
         lives=lives,
         restores=restores + offers.restored,
         restores_of_points=of_points + offers.of_points,
+        of_lossy_leaves=inexact + offers.inexact,
         phase=dict(phases),
     )
 
 
-def rehearsed(trainees, root) -> tuple[int, float]:
-    """I/O calls and seconds of a life that nobody ends; the first fills XLA's cache."""
-    doings = [["save", 1], ["log", 3], ["union", 2], ["save", 1], ["log", 5], ["wait_logged"]]
-    calls = started = 0.0
-    for life in (1, 2):
-        running = trainees.start("log", root, doings=doings, branch=100 * life)
-        for note in running:
-            if note["note"] == "ready":
-                started = time.perf_counter()
-        secs = time.perf_counter() - started
-        ended = running.ended()
+def rehearsed(trainees, root) -> tuple[int, dict[str, float]]:
+    """I/O calls and seconds of a life that nobody ends, as ``test_kills.rehearsed``."""
+    life: dict[str, Any] = {
+        "doings": [["save", 1], ["log", 3], ["union", 2], ["save", 1], ["log", 5], ["wait_logged"]],
+        "dense": {"deltas": "own", "codec": trainee.LOSSY},
+        "log_options": {"dense": "delta"},
+    }
+    calls, secs = 0, {}
+    for number in (1, 2):
+        ended, secs = timed(trainees.start("log", root, branch=100 * number, **life))
         assert ended.status == 0, trainees.diagnosis()
         calls = len(ended.calls)
     seen = {log_harness.phase(*call) for call in ended.calls.values()}
@@ -95,17 +101,17 @@ def rehearsed(trainees, root) -> tuple[int, float]:
 
 
 def draw_kill(
-    random_: random.Random, phases: collections.Counter[str], calls: int, secs: float
-) -> tuple[dict, float | None]:
-    """Where a process kills itself, or when it is killed from outside."""
-    way = random_.choice(("call", "call", "phase", "moment", "moment"))
-    if way == "moment":
-        return {}, random_.uniform(0, secs)
+    random_: random.Random, phases: collections.Counter[str], calls: int, moments: dict[str, float]
+) -> tuple[dict, str, float | None]:
+    """Where a process kills itself, or how long after which note it is killed from outside."""
+    way = random_.choice(("call", "call", "call", "phase", "ready", "ready", "restoring"))
+    if way in moments:
+        return {}, way, random_.uniform(0, moments[way])
     at, match = random_.randint(1, calls), ""
     rarest = min(log_harness.MATCHES, key=phases.__getitem__)
     if way == "phase":
         at, match = random_.randint(1, 3), log_harness.MATCHES[rarest]
-    return {"action": trainee.KILL, "at": at, "match": match}, None
+    return {"action": trainee.KILL, "at": at, "match": match}, "ready", None
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +133,7 @@ def test_one_of_several_is_killed_and_what_all_have_acknowledged_is_there(
         if life % LIVES_OF_SEVERAL == 0:
             root, acknowledged, reached = tmp_path / f"root{life}", 0, 0
         topology, place = _draw_topology(random_, processes)
-        with Job(server, tmp_path / "jobs", apart=True, **topology) as job:
+        with Job(server, tmp_path / "jobs", apart=True, model=MODEL, **topology) as job:
             job.all("open", root=str(root), processes_secs=_PROCESSES_SECS, **_drawn(random_))
             begins = not root.exists()
             if not begins:
@@ -158,6 +164,7 @@ def _drawn(random_: random.Random) -> dict:
     return {
         "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
         "retention": random_.choice((1, 2, 4)),
+        "dense": random_.choice(("orbax", "own")),
         "log": {
             "dense": random_.choice(("whole", "delta")),
             "dense_every": random_.choice((1, 1, 3)),

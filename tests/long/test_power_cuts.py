@@ -29,6 +29,7 @@ from many import Job
 from test_processes import assert_read_alone, saved, server, started
 from test_step_kills import assert_goes_on_alone
 
+from deltackpt.reading import saves
 from deltackpt.storage import files
 
 __all__ = ["server"]
@@ -216,6 +217,9 @@ def _told(root: Path, ended: harness.Ended, expected: Expected) -> str:
 def _check_with_stock_orbax(root: Path, step: int) -> None:
     """Dense leaves and Orbax's own metadata of the newest step, read by stock Orbax."""
     if step == 0:
+        return
+    if saves.read_save(root / str(step)).head.dense_blocks is not None:
+        # As blocks, which stock Orbax does not know: the next trainer compares them.
         return
     import orbax.checkpoint as ocp
     import trainee

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from many import Job
-from many_worker import POINTS
+from many_worker import POINTS, Model
 from test_processes import assert_misses, saved, server, started, step_numbers
 
 __all__ = ["server"]
@@ -24,6 +24,8 @@ BOTH += ["before a force", "after a force"]
 PRIMARY = [*BOTH, "waiting for the parts", "before the merge"]
 PRIMARY += [point for point in POINTS if point.startswith("commit")]
 OTHERS = [*BOTH, "before its word", "after its word", "waiting for the commit"]
+#: A step changes few blocks of its kernel.
+MODEL = Model(kernel=[64, 256])
 TOPOLOGIES = [
     (2, 2, {"mesh": [2, 2]}),
     (4, 1, {"mesh": [4, 1], "layout": "turned"}),
@@ -79,8 +81,10 @@ def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
     while hits.total() < KILLS:
         processes, devices, place = draw.choice(TOPOLOGIES)
         topology = {"processes": processes, "devices": devices}
-        with Job(server, tmp_path / "jobs", apart=True, **topology) as job:
-            job.all("open", root=str(root), processes_secs=PEERS_SECS)
+        with Job(server, tmp_path / "jobs", apart=True, model=MODEL, **topology) as job:
+            how = {"dense": draw.choice(("orbax", "own", "own"))}
+            how["policy"] = draw.choice(("consecutive", "one_shot"))
+            job.all("open", root=str(root), processes_secs=PEERS_SECS, **how)
             if root.exists() and step_numbers(root):
                 newest = max(step_numbers(root))
                 found = job.all("restore_latest", place=place, like=newest)

@@ -13,7 +13,9 @@ before each save: what a checkpoint of a step must hold is computed, not remembe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import json
 import os
@@ -29,20 +31,40 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flat_options import manager_options
 
 import deltackpt
 import deltackpt.manager  # And with it Orbax, which the package imports when it is needed.
 from deltackpt import touched
-from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
+from deltackpt.errors import (
+    AlreadyCompacting,
+    BrokenChain,
+    DeltackptError,
+    SaveFailed,
+    StepGone,
+    StepNotFound,
+)
 from deltackpt.format import names
+from deltackpt.reading import saves
+from deltackpt.save.dense_blocks import TakenDense
+from deltackpt.upkeep import compact
 
 TABLES = {"users": (4000, 16), "items": (600, 16), "tiny": (7, 4)}
 #: Rows of each table that a step changes.
 BATCH = 24
 SELECT = "tables/*"
 SLOTS = {f"tables/{name}": {"accumulator": f"slots/{name}"} for name in TABLES}
+#: Leaves that some processes keep by codes that lose something, and the most that a save may lose.
+LOSSY = {"dense/weights": "ef4", "dense/mu": "int8", "dense/nu": "log4"}
+MAX_ERROR = 0.05
+POLICIES = {
+    "consecutive": lambda: deltackpt.Consecutive(max_chain=3),
+    "one_shot": deltackpt.OneShot,
+    "intermittent": deltackpt.Intermittent,
+    "rolling": lambda: deltackpt.Rolling(window=3),
+}
 LOG_ONLY, KILL, FAIL_ONCE, FAIL_FROM = range(4)
 
 
@@ -100,7 +122,15 @@ class Replay:
                 name: rng.standard_normal(shape, np.float32) for name, shape in TABLES.items()
             },
             "slots": {name: np.zeros(rows, np.float32) for name, (rows, _) in TABLES.items()},
-            "dense": {"kernel": np.zeros((64, 48), np.float32), "bias": np.zeros(48, np.float32)},
+            "dense": {
+                "kernel": np.zeros((64, 48), np.float32),
+                "bias": np.zeros(48, np.float32),
+                "frozen": rng.standard_normal((8, 256), np.float32),
+                "half": np.zeros((10, 256), ml_dtypes.bfloat16),
+                "weights": rng.standard_normal((10, 300), np.float32),
+                "mu": np.zeros(600, np.float32),
+                "nu": np.zeros(600, np.float32),
+            },
             "step": np.array(0, np.int32),
         }
 
@@ -110,8 +140,15 @@ class Replay:
         for name, ids in changed(step, branch).items():
             state["tables"][name][ids] = rng.standard_normal((BATCH, TABLES[name][1]), np.float32)
             state["slots"][name][ids] += 1
-        for leaf in state["dense"].values():
+        dense = state["dense"]
+        for leaf in (dense["kernel"], dense["bias"]):
             leaf[...] = rng.standard_normal(leaf.shape, np.float32)
+        # A few numbers of one leaf, none of another, and what an optimizer does to the others.
+        dense["half"].reshape(-1)[rng.integers(0, dense["half"].size, 8)] = step + 1000 * branch
+        dense["weights"] += 0.1 * rng.standard_normal(dense["weights"].shape, np.float32)
+        gradient = rng.standard_normal(dense["mu"].shape, np.float32)
+        dense["mu"] += np.float32(0.1) * (gradient - dense["mu"])
+        dense["nu"] += np.float32(0.01) * (gradient * gradient - dense["nu"])
         state["step"] = np.array(step, np.int32)
 
 
@@ -128,7 +165,11 @@ def history_of(found: Any) -> History:
 
 
 def difference(found: Any, step: int, replay: Replay) -> str | None:
-    """The first leaf in which a state differs from that of its history, None where none does."""
+    """The first leaf in which a state differs from that of its history, None where none does.
+
+    Of leaves that may be lossy it is enough that they lose no more than a save may: that they are
+    what an encoder said, too, is for whoever has the ``encoded`` notes to compare.
+    """
     history = history_of(found)
     if not history or history[-1][1] != step:
         return f"step {step}: it holds that of {history}"
@@ -137,10 +178,52 @@ def difference(found: Any, step: int, replay: Replay) -> str | None:
         for key in path:
             other = other[key.key]
         other = np.asarray(other)
-        if other.dtype != leaf.dtype or other.tobytes() != leaf.tobytes():
+        if _path(path) in LOSSY and (other.dtype, other.shape) == (leaf.dtype, leaf.shape):
+            if np.linalg.norm(other - leaf) > 1.001 * MAX_ERROR * np.linalg.norm(leaf):
+                return f"step {step}, {history}: {_path(path)} has lost more than it may"
+        elif other.dtype != leaf.dtype or other.tobytes() != leaf.tobytes():
             rows = np.flatnonzero((other != leaf).reshape(len(leaf), -1).any(1)) if leaf.ndim else 0
             return f"step {step}, {history}: {jax.tree_util.keystr(path)} differs in rows {rows}"
     return None
+
+
+def inexact(found: Any, replay: Replay) -> dict[str, str]:
+    """Those leaves of a state that are not those of its history, and digests of what they are."""
+    expected = replay.at(history_of(found))
+    digests = {}
+    for path in LOSSY:
+        group, leaf = path.split("/")
+        data = np.asarray(found[group][leaf]).tobytes()
+        if data != expected[group][leaf].tobytes():
+            digests[path] = digest(data)
+    return digests
+
+
+def digest(data: bytes) -> str:
+    """Tells what leaves hold apart."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _path(path: Any) -> str:
+    return "/".join(key.key for key in path)
+
+
+def watch_encoders() -> None:
+    """From now on notes what leaves will decode to, before anything of them is written."""
+    real = TakenDense.coded
+
+    def coded(self: TakenDense, *arguments: Any, **options: Any) -> Any:
+        found = real(self, *arguments, **options)
+        leaves = {}
+        for one in found.values:
+            decoded = dataclasses.replace(one.taken, data=np.asarray(one.decoded))
+            leaves[one.taken.leaf] = decoded.array
+        held = {path: digest(leaves[path].tobytes()) for path in LOSSY}
+        history = history_of({"dense": {"history": leaves["dense/history"]}})
+        note("encoded", history=name(history), leaves=held)
+        return found
+
+    TakenDense.coded = coded
 
 
 def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:
@@ -175,8 +258,9 @@ def new_marks() -> touched.TouchState:
 class Training:
     """A loop that does what it is told, and tells what it does."""
 
-    def __init__(self, saver: deltackpt.CheckpointManager, branch: int):
+    def __init__(self, saver: deltackpt.CheckpointManager, root: Path, branch: int):
         self._saver = saver
+        self._root = root
         self._replay = Replay()
         self._mark = jax.jit(touched.mark)
         #: Each going back starts a branch of its own; none for the first of a run.
@@ -192,12 +276,13 @@ class Training:
 
     def start(self, leftovers: list[str]) -> None:
         """Goes on from the newest step."""
+        note("restoring")
         result = self._saver.restore_latest(template())
         if result is not None:
             found = _found(result, self._replay)
             self._adopt(result)
         else:
-            found = {"step": 0, "wrong": None, "history": name(())}
+            found = {"step": 0, "wrong": None, "history": name(()), "inexact": {}}
         skipped = len(result.skipped) if result is not None else 0
         note("ready", **found, leftovers=leftovers, skipped=skipped)
         self.keep()
@@ -252,6 +337,12 @@ class Training:
             note("rolling", step=self.step)
             self.save()
 
+    def compact(self) -> None:
+        """Folds the newest chain into a base, beside the save in flight."""
+        with contextlib.suppress(AlreadyCompacting, StepGone, StepNotFound):
+            done = compact.compact(self._root)
+            note("compacted", step=done and done.step)
+
     def _save(self, save: Any) -> None:
         state = jax.device_put(self._replay.at(self.history))
         if self._looked is not None and int(self.marks.identity) != self._known:
@@ -269,13 +360,23 @@ class Training:
         standing = self._saver.all_steps()
         if not standing:
             return None
-        try:
-            result = self._saver.restore(standing[which % len(standing)], template())
-        except (StepGone, StepNotFound):  # By retention, once the save in flight was committed.
-            return None
-        note("looked", **_found(result, Replay()))
-        self._looked = result.step
+        result = self._reached(standing[which % len(standing)])
+        if result is not None:
+            note("looked", **_found(result, Replay()))
+            self._looked = result.step
         return result
+
+    def _reached(self, step: Any) -> Any:
+        """Restores a step or point; None where it has gone, or is a part of others."""
+        try:
+            return self._saver.restore(step, template())
+        except (StepGone, StepNotFound):  # Once the save in flight was committed.
+            return None
+        except BrokenChain:
+            # It stands as a part of the windows of later steps alone.
+            if saves.read_save(self._root / str(step)).head.rolling is None:
+                raise
+            return None
 
     def _adopt(self, result: Any) -> None:
         self.step, self.history = result.step, history_of(result.state)
@@ -289,6 +390,7 @@ def _found(result: deltackpt.Restored, replay: Replay) -> dict[str, Any]:
         "step": result.step,
         "wrong": difference(result.state, result.step, replay),
         "history": name(history_of(result.state)),
+        "inexact": inexact(result.state, replay),
     }
 
 
@@ -296,8 +398,11 @@ def train(task: dict[str, Any]) -> None:
     """Goes on from the newest step, and does ``task["doings"]``: (method of Training, number)."""
     root = Path(task["root"])
     _arm(task, root)
+    watch_encoders()
     options = {
-        "policy": deltackpt.Consecutive(max_chain=3),
+        "policy": POLICIES[task.get("policy", "consecutive")](),
+        "bases": task.get("bases", "periodic"),
+        "dense": deltackpt.Dense(**task.get("dense", {})),
         "retention": task.get("retention", 2),
         "durability": task.get("durability", "power"),
         "when_busy": task.get("when_busy", "wait"),
@@ -305,7 +410,7 @@ def train(task: dict[str, Any]) -> None:
     with manager(root, **options) as saver:
         leftovers = [path.name for path in root.glob("*.orbax-checkpoint-tmp*")]
         leftovers += [path.name for path in root.glob(f"{names.TRASH}/*/*")]
-        training = Training(saver, task["branch"])
+        training = Training(saver, root, task["branch"])
         training.start(leftovers)
         for _ in range(task.get("rounds", 1)):
             for doing, *number in task["doings"]:

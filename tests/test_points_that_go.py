@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Points and steps that go while they are restored: trimmed, compacted, or left by a window.
+
+A directory becomes, at the n-th access of a restore to it, what its trainer made of it a moment
+later. What is newest then is restored and nothing is called damaged; what was asked for is
+restored whole, or the error names what can be restored instead.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dense_states
+import model
+import pytest
+from dense_states import Loop, opened
+from test_step_gone import Accesses, watched
+
+import deltackpt
+from deltackpt.errors import StepGone, StepNotFound
+from deltackpt.reading import removal
+from deltackpt.reading.stretches import LogPoint
+from deltackpt.upkeep.compact import compact
+
+LOG = deltackpt.LogOptions(dense="delta")
+GONE = (StepGone, StepNotFound)
+#: Of the accesses of a restore, one in so many is tried.
+STRIDE = 9
+
+
+def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int) -> None:
+    """Trains and logs, each mark in a file of its own as soon as a step follows."""
+    for step in steps:
+        loop.train()
+        loop.states[step] = loop.state
+        saver.log(step, loop.state, touched=loop.touched)
+    saver.wait_logged()
+
+
+def trimmed(saver: deltackpt.CheckpointManager) -> None:
+    """Waits for the trimming that the last committed step has begun."""
+    saver.wait()
+    assert saver._recorder is not None
+    # Noted by the next call of ``log()`` or ``save()``, which here is none of either.
+    saver._recorder.recovery(fresh=True)
+    if saver._recorder._trimming is not None:
+        saver._recorder._trimming.result()
+
+
+class Moments(NamedTuple):
+    """A directory, and what its trainer made of it a moment later."""
+
+    before: Path
+    after: Path
+    states: dict[int, Any]
+
+
+def moments_of(
+    path: Path,
+    first: Callable[[Any, Loop], None],
+    then: Callable[[Any, Loop], None],
+    **options: Any,
+) -> Moments:
+    """Lets a trainer do something, and something else.
+
+    Args:
+      path: where its directory is, and the copy of it.
+      first: called with the manager and the loop.
+      then: likewise.
+      **options: of the manager.
+    """
+    loop, before, root = Loop(), path / "before", path / "root"
+    with opened(root, log=LOG, **options) as saver:
+        first(saver, loop)
+        saver.wait()
+        shutil.copytree(root, before)
+        then(saver, loop)
+    return Moments(before, root, loop.states)
+
+
+def files_of(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def become(root: Path, after: Path) -> None:
+    """What a trainer does beside readers: steps appear by a rename, and others go by one."""
+    for name in sorted(os.listdir(after)):
+        if name.isdecimal() and not (root / name).exists():
+            shutil.copytree(after / name, root / f"{name}.coming")
+            (root / f"{name}.coming").rename(root / name)
+    for name in ("compacted", "log"):
+        if (after / name).exists():
+            shutil.copytree(after / name, root / name, dirs_exist_ok=True)
+    for name in sorted(os.listdir(root), key=len, reverse=True):
+        if name.isdecimal() and not (after / name).exists():
+            shutil.rmtree(root / name)
+    for name in files_of(root) - files_of(after):
+        (root / name).unlink()
+
+
+@pytest.fixture(autouse=True)
+def nobody_at_work(monkeypatch) -> None:
+    """What goes has gone at once."""
+    monkeypatch.setattr(removal, "_GONE_INTERVAL_SECS", 0.0)
+
+
+@contextlib.contextmanager
+def turning(moments: Moments, root: Path, at: int) -> Iterator[Accesses]:
+    """Within, the directory turns at an access into what it is a moment later."""
+    shutil.copytree(moments.before, root)
+
+    accesses = Accesses([root], at, lambda: become(root, moments.after))
+    try:
+        with watched(accesses):
+            yield accesses
+    finally:
+        shutil.rmtree(root)
+
+
+def reading(root: Path) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(access="read", log=deltackpt.LogOptions())
+    return deltackpt.CheckpointManager(root, handlers=dense_states.HANDLERS, options=options)
+
+
+def every_turn(
+    moments: Moments,
+    path: Path,
+    call: Callable[[deltackpt.CheckpointManager], None],
+    stride: int = STRIDE,
+) -> None:
+    """Calls something at each of the moments at which the directory may turn."""
+    at = 1
+    while True:
+        root = path / "turning"
+        shutil.copytree(moments.before, root)
+        reader = reading(root)
+        shutil.rmtree(root)
+        with turning(moments, root, at) as accesses:
+            try:
+                call(reader)
+            except Exception as error:
+                raise AssertionError(f"at access {at}: {type(error).__name__}: {error}") from error
+        reader.close()
+        if not accesses.came:
+            return
+        at += stride
+
+
+def logged(saver: Any, loop: Loop) -> None:
+    """Step 2, and points 3 to 5 above it."""
+    loop.steps(saver, 1, 2)
+    log(saver, loop, 3, 4, 5)
+
+
+def saved_twice(saver: Any, loop: Loop) -> None:
+    """Two further steps, so that the points go."""
+    loop.steps(saver, 6)
+    log(saver, loop, 7)
+    loop.steps(saver, 8)
+    trimmed(saver)
+
+
+@pytest.fixture(scope="module")
+def trimming(tmp_path_factory) -> Moments:
+    found = moments_of(tmp_path_factory.mktemp("trimming"), logged, saved_twice, retention=1)
+    with reading(found.after) as reader:
+        assert [point.step for point in reader.points()] == [7]
+    return found
+
+
+def test_a_newest_point_that_is_trimmed_is_followed_by_the_newer_step(trimming, tmp_path):
+    seen = set()
+
+    def newest(reader: deltackpt.CheckpointManager) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = reader.restore_latest(dense_states.initial())
+        assert result is not None and result.skipped == ()
+        model.assert_same(result.state, trimming.states[result.step])
+        seen.add(result.step)
+
+    every_turn(trimming, tmp_path, newest)
+    assert seen == {5, 8}
+
+
+@pytest.mark.parametrize("by", ["number", "point"])
+def test_a_point_that_is_trimmed_is_restored_whole_or_what_is_near_is_named(trimming, tmp_path, by):
+    with reading(trimming.before) as reader:
+        [asked] = [point for point in reader.points() if point.step == 4]
+    told: list[str] = []
+
+    def one(reader: deltackpt.CheckpointManager) -> None:
+        try:
+            result = reader.restore(asked if by == "point" else 4, dense_states.initial())
+        except GONE as error:
+            told.append(str(error))
+        else:
+            model.assert_same(result.state, trimming.states[4])
+
+    every_turn(trimming, tmp_path, one)
+    assert any("found it removed" in text for text in told)
+    for text in told:
+        assert "nearest that can be restored: point 7 of stretch" in text or "step 2" in text, text
+
+
+def test_points_are_listed_while_they_are_trimmed(trimming, tmp_path):
+    def listed(reader: deltackpt.CheckpointManager) -> None:
+        found = [point.step for point in reader.points()]
+        assert {*found} <= {3, 4, 5, 7}, found
+
+    every_turn(trimming, tmp_path, listed)
+
+
+def test_a_trimmed_point_is_told_from_one_that_never_was(tmp_path):
+    loop = Loop()
+    with opened(tmp_path / "root", log=LOG) as saver:
+        logged(saver, loop)
+        asked = saver.points()[0]
+        saved_twice(saver, loop)
+        for wanted in (asked, 5, 5000):
+            with pytest.raises(StepNotFound, match="nearest that can be restored") as caught:
+                saver.restore(wanted, loop.state)
+            near = "step 8" if wanted == 5000 else "step 2 and step 6"
+            assert near in str(caught.value)
+        # It was asked for in vain: training goes on as it was.
+        loop.train()
+        assert "rolled back" not in loop.save(saver, 9).reason
+        model.assert_same(saver.restore(7, loop.state).state, loop.states[7])
+
+
+def test_marks_that_are_lost_without_a_later_step_are_damage(tmp_path):
+    root, loop = tmp_path / "root", Loop()
+    with opened(root, log=LOG) as saver:
+        logged(saver, loop)
+
+    def lose() -> None:
+        for segment in (root / "log").glob("*/0/*"):
+            segment.unlink()
+
+    folders = [next((root / "log").glob("*/0"))]
+    with reading(root) as reader:
+        whole = Accesses(folders, 0, lose)
+        with watched(whole):
+            reader.restore(5, loop.state)
+        with (
+            watched(Accesses(folders, whole.count, lose)),
+            pytest.warns(UserWarning, match="point 5 is skipped"),
+        ):
+            result = reader.restore_latest(loop.state)
+    assert result is not None and result.step == 2
+    assert [step for step, _ in result.skipped] == [5]
+
+
+@pytest.fixture(scope="module")
+def compaction(tmp_path_factory) -> Moments:
+    path = tmp_path_factory.mktemp("compaction")
+
+    def first(saver: Any, loop: Loop) -> None:
+        loop.steps(saver, 1, 2, 3, 4)
+        log(saver, loop, 5)
+
+    def then(saver: Any, loop: Loop) -> None:
+        assert compact(path / "root", step=4) is not None
+        loop.steps(saver, 6)
+
+    return moments_of(path, first, then, retention=2)
+
+
+@pytest.mark.parametrize("asked", [None, 3, 4, 5])
+def test_a_chain_that_is_compacted_meanwhile_is_read_through_its_base(compaction, tmp_path, asked):
+    assert not (compaction.after / "1").exists() and (compaction.after / "compacted/4").exists()
+
+    def restore(reader: deltackpt.CheckpointManager) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That it is read through another base.
+            if asked is None:
+                result = reader.restore_latest(dense_states.initial())
+                assert result is not None and result.skipped == ()
+            else:
+                try:
+                    result = reader.restore(asked, dense_states.initial())
+                except GONE as error:
+                    # Retention keeps two steps, and what lies before them goes with its base.
+                    assert asked == 3, error
+                    return
+        model.assert_same(result.state, compaction.states[result.step])
+
+    every_turn(compaction, tmp_path, restore, stride=19)
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory) -> Moments:
+    def first(saver: Any, loop: Loop) -> None:
+        loop.steps(saver, 1, 2, 3, 4)
+        log(saver, loop, 5)
+
+    def then(saver: Any, loop: Loop) -> None:
+        loop.steps(saver, 6, 7)
+
+    rolling = deltackpt.Rolling(window=3)
+    return moments_of(tmp_path_factory.mktemp("window"), first, then, policy=rolling, retention=1)
+
+
+def test_a_step_that_becomes_a_part_of_a_later_window_is_not_called_damaged(window, tmp_path):
+    def newest(reader: deltackpt.CheckpointManager) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = reader.restore_latest(dense_states.initial(), log=None)
+        assert result is not None and result.skipped == ()
+        model.assert_same(result.state, window.states[result.step])
+
+    every_turn(window, tmp_path, newest, stride=19)
+
+
+def test_points_above_steps_that_are_parts_alone_are_not_listed(window):
+    with reading(window.after) as reader:
+        # Step 4 stands, and the marks above it, too: nothing is left of what it needs.
+        assert reader.all_steps() == [4, 6, 7]
+        assert reader.points() == []
+        with pytest.raises(StepNotFound, match="nearest that can be restored: step 7"):
+            reader.restore(5, dense_states.initial())
+
+
+def test_readers_beside_a_trainer_that_trims_retains_and_compacts(tmp_path):
+    root, loop, stop = tmp_path / "root", Loop(), threading.Event()
+    loop.states[0] = loop.state
+
+    def newest(reader: deltackpt.CheckpointManager) -> None:
+        result = reader.restore_latest(loop.state)
+        assert result is not None and result.skipped == (), result.skipped
+        model.assert_same(result.state, loop.states[result.step])
+
+    def any_of_them(reader: deltackpt.CheckpointManager) -> None:
+        known: list[int | LogPoint] = [*reader.all_steps(), *reader.points()]
+        for one in known:
+            with contextlib.suppress(*GONE):
+                result = reader.restore(one, loop.state)
+                model.assert_same(result.state, loop.states[result.step])
+
+    def read(call: Callable[[deltackpt.CheckpointManager], None]) -> int:
+        count = 0
+        with reading(root) as reader:
+            while not stop.is_set():
+                call(reader)
+                count += 1
+        return count
+
+    with (
+        warnings.catch_warnings(),
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        opened(root, log=LOG, retention=1) as saver,
+    ):
+        warnings.filterwarnings("ignore", message=".*is read through.*")
+        warnings.filterwarnings("ignore", message=".*a compacted base in its chain.*")
+        loop.save(saver, 0)
+        busy = [pool.submit(read, newest), pool.submit(read, any_of_them)]
+        try:
+            for step in range(1, 40):
+                if step % 3:
+                    log(saver, loop, step)
+                else:
+                    loop.steps(saver, step)
+                if step % 9 == 0:
+                    compact(root)
+        finally:
+            stop.set()
+        assert all(one.result() > 0 for one in busy)
