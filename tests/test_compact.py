@@ -38,8 +38,7 @@ from deltackpt.errors import (
     StepNotFound,
 )
 from deltackpt.format import names
-from deltackpt.reading import reader, removal
-from deltackpt.reading import saves as stored
+from deltackpt.reading import chains, reader, removal
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.storage import arrays, digests, writer
 from deltackpt.upkeep import compact
@@ -79,7 +78,7 @@ def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dic
 
 def contents(root: Path, step: int, **kwargs) -> dict[tuple[str, str], bytes]:
     """All bytes of all fields of a step."""
-    return of(reader.restore_tables(stored.read_chain(root / str(step), **kwargs)))
+    return of(reader.restore_tables(chains.read_chain(root / str(step), **kwargs)))
 
 
 def of(found: RestoredTables) -> dict[tuple[str, str], bytes]:
@@ -91,7 +90,7 @@ def of(found: RestoredTables) -> dict[tuple[str, str], bytes]:
 
 
 def chain(root: Path, step: int) -> list[str]:
-    return [save.name for save in stored.read_chain(root / str(step))]
+    return [save.name for save in chains.read_chain(root / str(step))]
 
 
 def fold(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | None:
@@ -119,7 +118,7 @@ def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
     before = {step: contents(tmp_path, step) for step in states}
     done = fold(tmp_path, 3)
     assert done is not None and (done.step, done.save_id.step) == (3, 3)
-    assert done.deltas == len(stored.read_chain(tmp_path / "3", compacted=False)) - 1
+    assert done.deltas == len(chains.read_chain(tmp_path / "3", compacted=False)) - 1
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
     assert {step: contents(tmp_path, step) for step in states} == before
     assert contents(tmp_path, 3, compacted=False) == before[3]
@@ -185,7 +184,7 @@ def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path
     shutil.rmtree(planned.workspace)
     assert chain(tmp_path, 4) == ["compacted/4/embeddings"]
     assert contents(tmp_path, 4) == before
-    [base] = stored.read_chain(tmp_path / "4")
+    [base] = chains.read_chain(tmp_path / "4")
     assert base.head.process_count == 5 and "parts" in base.head.features
     for record in base.manifests:
         assert digests.check(base.item_dir, digests.read_item_digests(base.item_dir, record)) == []
@@ -211,7 +210,7 @@ def test_what_several_processes_saved_compacts(tmp_path, savers, spec):
             found = run.save(step, state)
             assert not [one for one in found if isinstance(one, Exception)]
     assert fold(tmp_path, 2, workers=3).deltas == 2
-    assert len(stored.read_chain(tmp_path / "3")) == 2
+    assert len(chains.read_chain(tmp_path / "3")) == 2
     for step, state in enumerate(states):
         test_meshes.assert_restores(tmp_path, step, Job(2), topology, state)
 
@@ -324,7 +323,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from deltackpt.format import names
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader
 from deltackpt.upkeep import compact
 import tensorstore
 
@@ -332,7 +331,7 @@ root, first, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 
 def contents(step, compacted):
-    found = reader.restore_tables(saves.read_chain(root / str(step), compacted=compacted))
+    found = reader.restore_tables(chains.read_chain(root / str(step), compacted=compacted))
     return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
 
 def child(call):
@@ -467,7 +466,7 @@ def test_a_base_of_another_save_of_the_same_step_is_ignored_and_replaced(tmp_pat
 def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
-    saves = stored.read_chain(tmp_path / "4")
+    saves = chains.read_chain(tmp_path / "4")
     fold(tmp_path, 3)
     for step in (0, 1, 2, 3):
         shutil.rmtree(tmp_path / str(step))

@@ -24,7 +24,7 @@ import deltackpt
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
 from deltackpt.format import names
-from deltackpt.reading import dense_values, dense_work, orbax_values, removal
+from deltackpt.reading import chains, dense_values, dense_work, orbax_values, removal
 from deltackpt.reading import saves as stored
 from deltackpt.storage import ocdbt
 from deltackpt.tiers import copy as copying
@@ -137,7 +137,7 @@ def restored(root: Path, step: int, template=None) -> list[bytes]:
 
 
 def values(root: Path, step: int, **how) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    found = dense_values.of_step(stored.read_chain(root / str(step), **how))
+    found = dense_values.of_step(chains.read_chain(root / str(step), **how))
     return (
         {key: bytes(value) for key, value in found.values.items()},
         {key: bytes(value) for key, value in found.files.items()},
@@ -145,7 +145,7 @@ def values(root: Path, step: int, **how) -> tuple[dict[str, bytes], dict[str, by
 
 
 def chain(root: Path, step: int) -> list[str]:
-    return [save.name for save in stored.read_chain(root / str(step))]
+    return [save.name for save in chains.read_chain(root / str(step))]
 
 
 def fold(root: Path, step: int, **how):
@@ -331,14 +331,14 @@ def test_two_attempts_at_a_part_leave_one_item(written):
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import chains, dense_values
 from deltackpt.upkeep import compact
 
 root, every = Path(sys.argv[1]), int(sys.argv[2])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 
 def contents(step, compacted):
-    found = dense_values.of_step(saves.read_chain(root / str(step), compacted=compacted))
+    found = dense_values.of_step(chains.read_chain(root / str(step), compacted=compacted))
     return {key: bytes(value) for part in found for key, value in part.items()}
 
 def child(call):

@@ -35,7 +35,7 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.reading import reader, removal, saves
+from deltackpt.reading import chains, reader, removal
 from deltackpt.reading.saves import StoredPart
 from deltackpt.standby import candidates, difference, gate, memory, shards
 from deltackpt.standby import follower as follower_module
@@ -74,7 +74,7 @@ def advanced(one: Follower) -> bool:
 
 def in_storage(root: Path, step: int) -> Tables:
     """What a restore from storage gives: the other tests compare it with the model."""
-    return reader.restore_tables(saves.read_chain(root / str(step))).fields
+    return reader.restore_tables(chains.read_chain(root / str(step))).fields
 
 
 def in_state(state: dict) -> Tables:
@@ -397,7 +397,7 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
         assert seen == [2]
         assert_holds(one, 5, in_state(trainer.state))
         assert [save.save_id.step for save in one.holding.chain] == [
-            save.info.save_id.step for save in saves.read_chain(tmp_path / "5")
+            save.info.save_id.step for save in chains.read_chain(tmp_path / "5")
         ]
 
 
@@ -537,7 +537,7 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         else:
             refused += 1
             # It is not read over and over again.
-            with mock.patch.object(saves, "read_chain", side_effect=AssertionError):
+            with mock.patch.object(chains, "read_chain", side_effect=AssertionError):
                 assert not one.advance()
             assert one.health.startswith("follows; ") and path.name in one.health, one.health
             assert one.place == place and one.holding is holding

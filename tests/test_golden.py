@@ -19,7 +19,7 @@ from deltackpt.format import frames, manifest, names
 from deltackpt.format.frames import Kind
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
-from deltackpt.reading import inventory, reader, saves
+from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.reading.stretches import Logs
 from deltackpt.storage.store import spot
 
@@ -238,8 +238,8 @@ def test_golden_bucket_reads_as_the_directory_that_it_was_copied_from(version, s
     journal = JournalView(spot(version))
     assert [*journal.state().steps] == list(make_golden.STEPS)
     steps = BucketSteps(journal, names.EMBEDDINGS_ITEM)
-    found = reader.restore_tables(saves.read_chain(steps.at(step)))
-    expected = reader.restore_tables(saves.read_chain(version.with_name("v1") / str(step)))
+    found = reader.restore_tables(chains.read_chain(steps.at(step)))
+    expected = reader.restore_tables(chains.read_chain(version.with_name("v1") / str(step)))
     assert found.fields.keys() == expected.fields.keys()
     for table, fields in expected.fields.items():
         for field, rows in fields.items():

@@ -33,7 +33,7 @@ from deltackpt.inspect.logs import Log, log_of
 from deltackpt.inspect.step import Step
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import chains, dense_values, removal, saves
 from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Logs
@@ -253,7 +253,7 @@ class Checkpoints:
         """
         number = self._chosen(step)
         path = self._at(number)
-        with saves.standing(path, instead="open"):
+        with removal.standing(path, instead="open"):
             for save in self.saves_of([number]):
                 return save
             raise StepNotFound(
@@ -415,15 +415,15 @@ class Checkpoints:
 
     def _saves(self, step: int) -> Saves:
         path = self._at(step)
-        with saves.standing(path, instead="open"), files.typed_errors(path, "read"):
-            return Saves(saves.read_chain(path, self.item), self._numbers)
+        with removal.standing(path, instead="open"), files.typed_errors(path, "read"):
+            return Saves(chains.read_chain(path, self.item), self._numbers)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
         stamp = path.stamp()
         if stamp is not None and (step, stamp) in self._stored:
             return self._stored[step, stamp]
-        with saves.standing(path, instead="open"), files.typed_errors(path, "read"):
+        with removal.standing(path, instead="open"), files.typed_errors(path, "read"):
             found = saves.read_save(path, self.item)
         if stamp is not None:
             self._stored[step, stamp] = found

@@ -18,8 +18,9 @@ from deltackpt.format.blocks import Box, Rows, Span
 from deltackpt.format.manifest import FieldSpec, Layout, SaveId, Segment, TableEntry
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.reading import reader
+from deltackpt.reading.chains import read_whole
 from deltackpt.reading.reader import StoredRows
-from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
+from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import Spot
@@ -159,7 +160,7 @@ class Saves:
     """A chain that is read from again and again: what was learnt of it is kept."""
 
     def __init__(self, saves: Sequence[StoredSave], numbers: RowNumbers | None = None):
-        """A chain of ``saves.read_chain``, and what keeps row numbers of saves."""
+        """A chain of ``chains.read_chain``, and what keeps row numbers of saves."""
         self.chain = tuple(saves)
         self.numbers = numbers or RowNumbers()
 

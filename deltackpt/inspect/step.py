@@ -23,7 +23,7 @@ from deltackpt.inspect.dense_of_blocks import (
     saved_line,
 )
 from deltackpt.inspect.lazy import LazyArray, Saves
-from deltackpt.reading import saves
+from deltackpt.reading import removal, saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
@@ -195,7 +195,7 @@ class Step:
     def _standing(self) -> contextlib.AbstractContextManager[None]:
         """Within, what fails since the step is no more the one that was opened is ``StepGone``."""
         target = self._saves.target
-        return saves.standing(
+        return removal.standing(
             self._spot,
             stands=lambda: saves.stands(self._spot, target.info.save_id, target.item),
             instead="open",

@@ -18,7 +18,7 @@ from deltackpt.format import names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import GroupEntry, SaveId
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import chains, dense_values, removal, saves
 from deltackpt.reading.saves import StoredSave
 
 #: A part is a few seconds of work: what a worker that is lost has to do again.
@@ -91,8 +91,8 @@ def plan(
         if step is None:
             raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
     step_dir = directory / str(step)
-    with saves.standing(step_dir, during="compacted", instead="compact"):
-        found = saves.read_chain(step_dir, item)
+    with removal.standing(step_dir, during="compacted", instead="compact"):
+        found = chains.read_chain(step_dir, item)
     if len(found) == 1:
         return None
     groups = found[-1].layout.groups
@@ -113,15 +113,15 @@ def plan(
 
 def chain(plan: Plan) -> tuple[StoredSave, ...]:
     """The chain that is folded, as it stands now."""
-    found = saves.read_chain(plan.step_dir, plan.item)
+    found = chains.read_chain(plan.step_dir, plan.item)
     if found[-1].info.save_id != plan.save_id:
-        raise saves.gone(plan.step_dir, during="compacted", instead="compact")
+        raise removal.gone(plan.step_dir, during="compacted", instead="compact")
     return found
 
 
 def standing(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Within, what fails since the step is no more what was planned for is ``StepGone``."""
-    return saves.standing(
+    return removal.standing(
         plan.step_dir,
         stands=lambda: saves.stands(plan.step_dir, plan.save_id, plan.item),
         during="compacted",
