@@ -29,6 +29,7 @@ from deltackpt.reading import saves as stored
 from deltackpt.storage import ocdbt
 from deltackpt.tiers import copy as copying
 from deltackpt.upkeep import collect, compact, doctor, estimate, fold_dense, verify
+from deltackpt.upkeep.unneeded import Retention
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb")}
 CODECS = {"params/w": "ef4", "params/v": "ef8", "nu": "int8"}
@@ -658,7 +659,7 @@ def test_collection_removes_what_a_compacted_base_replaces_and_no_more(written):
     root, states = written
     fold(root, 4)
     before = {step: restored(root, step, states[step]) for step in (4, 5)}
-    kept = collect.Retention(keep_last=1)
+    kept = Retention(keep_last=1)
     done = collect.collect(root, retention=kept, offline=True)
     assert {one.name for one in done.removable} >= {"1", "2", "3"}
     assert restored(root, 5, states[5]) == before[5]
@@ -668,7 +669,7 @@ def test_collection_removes_what_a_compacted_base_replaces_and_no_more(written):
 def test_collection_keeps_all_where_the_chain_that_stays_lacks_its_item(written):
     root, _ = written
     _damage(next((root / "1/dense/d").iterdir()), "flipped")
-    found = collect.collectable(root, retention=collect.Retention(keep_last=1))
+    found = collect.collectable(root, retention=Retention(keep_last=1))
     assert not [one for one in found.removable if one.kind == "step"]
 
 

@@ -31,8 +31,9 @@ from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import collect as collection
 from deltackpt.upkeep import compact as compaction
 from deltackpt.upkeep import doctor, estimate
-from deltackpt.upkeep.collect import Retention, collect, collectable
+from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.compact import compact
+from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
 
 _numbers = itertools.count()
