@@ -16,15 +16,8 @@ from written import write_digested
 from deltackpt.errors import BrokenChain, Damaged, ForeignDirectory, StepNotFound
 from deltackpt.format import gaps, manifest, names
 from deltackpt.format.blocks import Box
-from deltackpt.format.manifest import (
-    FieldSpec,
-    GroupEntry,
-    Manifest,
-    ParentRef,
-    SaveId,
-    Segment,
-    TableEntry,
-)
+from deltackpt.format.manifest import Manifest, ParentRef, SaveId, TableEntry
+from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import Digests
@@ -52,7 +45,7 @@ def table(rows: int = ROWS) -> TableEntry:
 
 def put_array(
     part: Spot, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
-) -> tuple[manifest.ArrayEntry, dict[str, digests.Digest]]:
+) -> tuple[ArrayEntry, dict[str, digests.Digest]]:
     """Writes an array as a trainer does, and puts its chunks into the store."""
     entry = arrays.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
     below = names.array_dir(Path(), 0, segment, name).as_posix()

@@ -17,14 +17,8 @@ import google_crc32c
 from deltackpt.errors import FormatTooNew
 from deltackpt.format import blocks, dense_blocks, dtypes, records
 from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.records import FORMAT_VERSION as FORMAT_VERSION
 from deltackpt.format.records import Unsound
-from deltackpt.format.segments import ArrayEntry as ArrayEntry
-from deltackpt.format.segments import Encoding as Encoding
-from deltackpt.format.segments import FieldSpec as FieldSpec
-from deltackpt.format.segments import GroupEntry as GroupEntry
-from deltackpt.format.segments import Segment as Segment
-from deltackpt.format.segments import width as width
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
 _MAGIC = "deltackpt.manifest"

@@ -13,7 +13,8 @@ import numpy as np
 from deltackpt.errors import MissingExtra, RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs
 from deltackpt.format.blocks import Rows
-from deltackpt.format.manifest import FieldSpec, Layout, TableEntry
+from deltackpt.format.manifest import Layout, TableEntry
+from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect import html
 from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves
 from deltackpt.reading import chains

@@ -12,7 +12,8 @@ from typing import Any
 
 from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs, manifest, names
-from deltackpt.format.manifest import FieldSpec, TableEntry
+from deltackpt.format.manifest import TableEntry
+from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_line
 from deltackpt.inspect.dense_of_blocks import (

@@ -25,7 +25,8 @@ from deltackpt.errors import Damaged, RestoreError
 from deltackpt.format import blocks, gaps, names
 from deltackpt.format.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ArrayEntry, FieldSpec, Layout, Segment
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import ArrayEntry, FieldSpec, Segment
 from deltackpt.reading import lanes, merge
 from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.merge import Target

@@ -21,16 +21,8 @@ from deltackpt.errors import (
 )
 from deltackpt.format import chain, manifest, names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import (
-    ArrayEntry,
-    Cover,
-    FieldSpec,
-    GroupEntry,
-    Layout,
-    Manifest,
-    SaveId,
-    Segment,
-)
+from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId
+from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.reading import bounds
 from deltackpt.reading.foreign import foreign
 from deltackpt.reading.removal import gone

@@ -18,7 +18,8 @@ from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
+from deltackpt.format.manifest import TableEntry
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, dense_values, orbax_values, reader, removal
 from deltackpt.reading.merge import Target

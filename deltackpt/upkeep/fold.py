@@ -26,7 +26,8 @@ from deltackpt import codecs
 from deltackpt.errors import OptionError
 from deltackpt.format import manifest, names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
+from deltackpt.format.manifest import Manifest
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
 from deltackpt.reading import chains, reader
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import Progress, Targets
@@ -431,7 +432,7 @@ def _compressed_bytes(chain: Sequence[StoredSave], targets: Targets | None = Non
 
 
 def _row_cells(group: GroupEntry) -> int:
-    return sum(manifest.width(spec.trailing) for spec in group.fields)
+    return sum(width(spec.trailing) for spec in group.fields)
 
 
 def _rows_view(buffer: np.ndarray, spec: FieldSpec, span: Span) -> np.ndarray:

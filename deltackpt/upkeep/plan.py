@@ -16,7 +16,8 @@ from pathlib import Path
 from deltackpt.errors import StepNotFound
 from deltackpt.format import names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import GroupEntry, SaveId
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.segments import GroupEntry
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, dense_values, removal, saves
 from deltackpt.reading.saves import StoredSave
