@@ -22,6 +22,7 @@ from deltackpt.errors import (
 from deltackpt.format import chain, manifest, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId
+from deltackpt.format.outline import outline
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.reading import bounds
 from deltackpt.reading.foreign import foreign
@@ -305,7 +306,7 @@ def read_info(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> SaveInfo:
     step_dir = spot(step_dir)
     at = step_dir / item / names.manifest_name(0)
     name = at.below(step_dir.parent)
-    return SaveInfo.of(manifest.outline(at.read(name), name=name), step_dir.name)
+    return SaveInfo.of(outline(at.read(name), name=name), step_dir.name)
 
 
 def _read_save(
