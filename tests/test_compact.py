@@ -21,8 +21,10 @@ import model
 import numpy as np
 import pytest
 import test_meshes
+from damages import HOWS, damage
 from flat_options import manager_options
 from job import Job
+from killed_compaction import killed_anywhere
 from test_meshes import P, Topology
 
 import deltackpt
@@ -319,77 +321,11 @@ def test_a_step_that_goes_while_it_is_compacted_is_gone(tmp_path):
 
 # Killed anywhere.
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from deltackpt.format import names
-from deltackpt.reading import chains, reader
-from deltackpt.upkeep import compact
-import tensorstore
-
-root, first, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-
-def contents(step, compacted):
-    found = reader.restore_tables(chains.read_chain(root / str(step), compacted=compacted))
-    return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
-
-def child(call):
-    # All threads are the child's own: none is running when it is forked.
-    pid = os.fork()
-    if pid == 0:
-        try:
-            call()
-        except BaseException:
-            import traceback; traceback.print_exc()
-            os._exit(9)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def compacting(at):
-    seen = 0
-    def hook(event, args):
-        nonlocal seen
-        if event in EVENTS and any(str(root) in a for a in map(str, args)):
-            seen += 1
-            if seen == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(hook)
-    assert compact.compact(root, step=3, workers=1, memory_bytes=64 << 20) is not None
-
-def check():
-    exact = contents(3, False)
-    assert contents(3, True) == exact, "restored otherwise"
-    expected = contents(4, False)
-    assert contents(4, True) == expected
-
-at, kills, published = first, 0, 0
-while True:
-    ended = child(lambda: compacting(at))
-    assert ended in (0, -9), ended
-    assert child(check) == 0, at
-    if ended == 0:
-        break
-    kills += 1
-    if (root / "compacted" / "3" / "embeddings").is_dir():
-        # Cut after the rename: it is published, whole.
-        published += 1
-        import shutil; shutil.rmtree(root / "compacted" / "3")
-    at += every
-left = [name for name in os.listdir(root / "compacted") if names.is_compaction(name)]
-assert left == [], left
-print(kills, published)
-"""
-
 
 @pytest.mark.processes
 def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
     write_chain(tmp_path, codec="adaptive4")
-    run = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path), "1", "1"], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    kills, published = map(int, run.stdout.split())
+    kills, published = killed_anywhere(tmp_path, "tables")
     assert kills > 40 and published >= 1
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
 
@@ -402,18 +338,12 @@ def _damaged(root: Path, how: str):
     base = root / "compacted" / "3" / "embeddings"
     for path in sorted(path for path in base.rglob("*") if path.is_file()):
         data = path.read_bytes()
-        if how == "removed":
-            path.unlink()
-        elif how == "truncated":
-            path.write_bytes(data[: len(data) // 2])
-        else:
-            at = len(data) // 2
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        damage(path, how)
         yield path
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+@pytest.mark.parametrize("how", HOWS)
 @mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
     write_chain(tmp_path)

@@ -22,6 +22,7 @@ import model
 import numpy as np
 import pytest
 import test_meshes
+from damages import HOWS, damage
 from flat_options import manager_options
 from hypothesis import HealthCheck, Phase, example, given, settings
 from job import Job
@@ -515,7 +516,7 @@ def write(root: Path, policy=None) -> tuple[Path, dict[int, dict]]:
     return root, trainer.states
 
 
-@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+@pytest.mark.parametrize("how", HOWS)
 def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(written, tmp_path, how):
     (whole, states), root = written, tmp_path / "root"
     shutil.copytree(whole, root)
@@ -550,15 +551,6 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
     assert refused > 1
-
-
-def damage(path: Path, how: str) -> None:
-    data = path.read_bytes()
-    if how == "removed":
-        path.unlink()
-    else:
-        flipped = data[:-1] + bytes([data[-1] ^ 1])
-        path.write_bytes(data[: len(data) // 2] if how == "truncated" else flipped)
 
 
 @pytest.mark.parametrize("relaid", [False, True])
