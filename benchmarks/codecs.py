@@ -36,7 +36,7 @@ from deltackpt.codecs import Codec
 from deltackpt.errors import OptionError
 from deltackpt.format.blocks import VALUES, EncodedBlock
 from deltackpt.format.dense_blocks import BLOCK
-from deltackpt.format.manifest import Encoding, FieldSpec
+from deltackpt.format.segments import Encoding, FieldSpec
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.reading import merge
 from deltackpt.reading.merge import Target

@@ -19,7 +19,8 @@ from report import Report, Sample, secs, speed, timed
 from deltackpt.storage import placement
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import erasure
-from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+from deltackpt.tiers.keepers import KeeperNode, Keepers
+from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.packing import Label
 
 _NBYTES = 128 << 20

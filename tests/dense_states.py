@@ -15,7 +15,7 @@ import model
 import numpy as np
 
 import deltackpt
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import chains, dense_values, saves
 from deltackpt.save import coded_dense
 
 ROWS, WIDTH = 64, 8
@@ -151,7 +151,7 @@ class Encoded:
 
 def stored(root: Path, step: int) -> dict[tuple[bool, str], bytes]:
     """What a step's dense item is read as."""
-    found = dense_values.of_step(saves.read_chain(root / str(step)))
+    found = dense_values.of_step(chains.read_chain(root / str(step)))
     return {
         **{(False, key): bytes(data) for key, data in found.values.items()},
         **{(True, key): bytes(data) for key, data in found.files.items()},

@@ -20,16 +20,8 @@ from deltackpt.format.frames import (
     MarkHead,
     RowsHead,
 )
-from deltackpt.format.manifest import (
-    ArrayEntry,
-    DenseLeaf,
-    FieldSpec,
-    GroupEntry,
-    Layout,
-    SaveId,
-    Segment,
-    TableEntry,
-)
+from deltackpt.format.manifest import DenseLeaf, Layout, SaveId, TableEntry
+from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.log.frame import Frame
 from deltackpt.log.segments import SegmentWriter

@@ -8,18 +8,8 @@ from typing import Any
 
 from deltackpt.format import manifest, names
 from deltackpt.format.blocks import VALUES
-from deltackpt.format.manifest import (
-    ArrayEntry,
-    BaseRef,
-    Cover,
-    FieldSpec,
-    GroupEntry,
-    Layout,
-    Manifest,
-    SaveId,
-    Segment,
-    TableEntry,
-)
+from deltackpt.format.manifest import BaseRef, Cover, Layout, Manifest, SaveId, TableEntry
+from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 
 ROWS, WIDTH = 100, 4
 ROW_BYTES = 4 * WIDTH

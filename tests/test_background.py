@@ -20,14 +20,18 @@ from hypothesis import strategies
 
 import deltackpt
 from deltackpt.errors import OptionError
+from deltackpt.ledger.journal import Journal
 from deltackpt.options import Background, ManagerOptions
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.workers import Workers
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import joined
-from deltackpt.tiers import promotion, running, stagger
+from deltackpt.storage.store import spot
+from deltackpt.tiers import running, stagger
+from deltackpt.tiers.arrivals import Arrivals
+from deltackpt.tiers.part_promotion import Look, PartPromotion
 from deltackpt.tiers.promoter import HURRY, WAKE, PipeTrainer
-from deltackpt.tiers.stage import Orders, Stage
+from deltackpt.tiers.stage import Orders, Progress, Stage
 
 
 class Clock:
@@ -230,10 +234,20 @@ def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_fo
     orders = Orders(
         number=1, stage="a", url="s3://a/b", endpoint=None, item="e", process=1, processes=2
     )
-    work, found = promotion.Promoter(stage, orders), [(1, None), (2, None)]
-    assert work._until_turn(2, orders, found) is None
-    work._is_hurried = False
-    assert work._until_turn(1, orders, found) is None
-    assert 0.0 < (work._until_turn(2, orders, found) or 0.0) <= stagger.MOST_SECS
-    first = dataclasses.replace(orders, process=0)
-    assert work._until_turn(2, first, found) is None
+    work = PartPromotion(stage, Arrivals(stage, Progress(holder="")))
+
+    def secs(step: int, process: int = 1, is_hurried: bool = False) -> float | None:
+        look = Look(
+            orders=dataclasses.replace(orders, process=process),
+            journal=Journal(spot(tmp_path / "root")),
+            found=[(1, None), (2, None)],
+            pace=Pace(),
+            is_hurried=is_hurried,
+            on_bytes=lambda count: None,
+        )
+        return work._until_turn(step, look)
+
+    assert secs(2, is_hurried=True) is None
+    assert secs(1) is None
+    assert 0.0 < (secs(2) or 0.0) <= stagger.MOST_SECS
+    assert secs(2, process=0) is None

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deltackpt.errors import OutOfSpace, StorageError
-from deltackpt.format.manifest import ArrayEntry
+from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
 from deltackpt.storage import aligned, arrays, batch, digests, writer
 from deltackpt.storage.batch import FileBatch

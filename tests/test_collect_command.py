@@ -36,7 +36,8 @@ from deltackpt.reading import saves
 from deltackpt.storage import files
 from deltackpt.upkeep import collect as collection
 from deltackpt.upkeep import compact
-from deltackpt.upkeep.collect import Retention, collect, collectable
+from deltackpt.upkeep.collect import collect, collectable
+from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
 
 

@@ -21,8 +21,10 @@ import model
 import numpy as np
 import pytest
 import test_meshes
+from damages import HOWS, damage
 from flat_options import manager_options
 from job import Job
+from killed_compaction import killed_anywhere
 from test_meshes import P, Topology
 
 import deltackpt
@@ -38,8 +40,7 @@ from deltackpt.errors import (
     StepNotFound,
 )
 from deltackpt.format import names
-from deltackpt.reading import reader, removal
-from deltackpt.reading import saves as stored
+from deltackpt.reading import chains, reader, removal
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.storage import arrays, digests, writer
 from deltackpt.upkeep import compact
@@ -79,7 +80,7 @@ def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dic
 
 def contents(root: Path, step: int, **kwargs) -> dict[tuple[str, str], bytes]:
     """All bytes of all fields of a step."""
-    return of(reader.restore_tables(stored.read_chain(root / str(step), **kwargs)))
+    return of(reader.restore_tables(chains.read_chain(root / str(step), **kwargs)))
 
 
 def of(found: RestoredTables) -> dict[tuple[str, str], bytes]:
@@ -91,7 +92,7 @@ def of(found: RestoredTables) -> dict[tuple[str, str], bytes]:
 
 
 def chain(root: Path, step: int) -> list[str]:
-    return [save.name for save in stored.read_chain(root / str(step))]
+    return [save.name for save in chains.read_chain(root / str(step))]
 
 
 def fold(root: Path, step: int | None = None, **kwargs) -> compact.Compacted | None:
@@ -119,7 +120,7 @@ def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
     before = {step: contents(tmp_path, step) for step in states}
     done = fold(tmp_path, 3)
     assert done is not None and (done.step, done.save_id.step) == (3, 3)
-    assert done.deltas == len(stored.read_chain(tmp_path / "3", compacted=False)) - 1
+    assert done.deltas == len(chains.read_chain(tmp_path / "3", compacted=False)) - 1
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
     assert {step: contents(tmp_path, step) for step in states} == before
     assert contents(tmp_path, 3, compacted=False) == before[3]
@@ -185,7 +186,7 @@ def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path
     shutil.rmtree(planned.workspace)
     assert chain(tmp_path, 4) == ["compacted/4/embeddings"]
     assert contents(tmp_path, 4) == before
-    [base] = stored.read_chain(tmp_path / "4")
+    [base] = chains.read_chain(tmp_path / "4")
     assert base.head.process_count == 5 and "parts" in base.head.features
     for record in base.manifests:
         assert digests.check(base.item_dir, digests.read_item_digests(base.item_dir, record)) == []
@@ -211,7 +212,7 @@ def test_what_several_processes_saved_compacts(tmp_path, savers, spec):
             found = run.save(step, state)
             assert not [one for one in found if isinstance(one, Exception)]
     assert fold(tmp_path, 2, workers=3).deltas == 2
-    assert len(stored.read_chain(tmp_path / "3")) == 2
+    assert len(chains.read_chain(tmp_path / "3")) == 2
     for step, state in enumerate(states):
         test_meshes.assert_restores(tmp_path, step, Job(2), topology, state)
 
@@ -320,77 +321,11 @@ def test_a_step_that_goes_while_it_is_compacted_is_gone(tmp_path):
 
 # Killed anywhere.
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from deltackpt.format import names
-from deltackpt.reading import reader, saves
-from deltackpt.upkeep import compact
-import tensorstore
-
-root, first, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-
-def contents(step, compacted):
-    found = reader.restore_tables(saves.read_chain(root / str(step), compacted=compacted))
-    return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
-
-def child(call):
-    # All threads are the child's own: none is running when it is forked.
-    pid = os.fork()
-    if pid == 0:
-        try:
-            call()
-        except BaseException:
-            import traceback; traceback.print_exc()
-            os._exit(9)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def compacting(at):
-    seen = 0
-    def hook(event, args):
-        nonlocal seen
-        if event in EVENTS and any(str(root) in a for a in map(str, args)):
-            seen += 1
-            if seen == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(hook)
-    assert compact.compact(root, step=3, workers=1, memory_bytes=64 << 20) is not None
-
-def check():
-    exact = contents(3, False)
-    assert contents(3, True) == exact, "restored otherwise"
-    expected = contents(4, False)
-    assert contents(4, True) == expected
-
-at, kills, published = first, 0, 0
-while True:
-    ended = child(lambda: compacting(at))
-    assert ended in (0, -9), ended
-    assert child(check) == 0, at
-    if ended == 0:
-        break
-    kills += 1
-    if (root / "compacted" / "3" / "embeddings").is_dir():
-        # Cut after the rename: it is published, whole.
-        published += 1
-        import shutil; shutil.rmtree(root / "compacted" / "3")
-    at += every
-left = [name for name in os.listdir(root / "compacted") if names.is_compaction(name)]
-assert left == [], left
-print(kills, published)
-"""
-
 
 @pytest.mark.processes
 def test_killed_at_any_call_everything_restores_and_the_next_compaction_succeeds(tmp_path):
     write_chain(tmp_path, codec="adaptive4")
-    run = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path), "1", "1"], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    kills, published = map(int, run.stdout.split())
+    kills, published = killed_anywhere(tmp_path, "tables")
     assert kills > 40 and published >= 1
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
 
@@ -403,18 +338,12 @@ def _damaged(root: Path, how: str):
     base = root / "compacted" / "3" / "embeddings"
     for path in sorted(path for path in base.rglob("*") if path.is_file()):
         data = path.read_bytes()
-        if how == "removed":
-            path.unlink()
-        elif how == "truncated":
-            path.write_bytes(data[: len(data) // 2])
-        else:
-            at = len(data) // 2
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        damage(path, how)
         yield path
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+@pytest.mark.parametrize("how", HOWS)
 @mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
     write_chain(tmp_path)
@@ -467,7 +396,7 @@ def test_a_base_of_another_save_of_the_same_step_is_ignored_and_replaced(tmp_pat
 def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
-    saves = stored.read_chain(tmp_path / "4")
+    saves = chains.read_chain(tmp_path / "4")
     fold(tmp_path, 3)
     for step in (0, 1, 2, 3):
         shutil.rmtree(tmp_path / str(step))

@@ -45,7 +45,7 @@ from deltackpt.ledger import locks
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import InFlight
 from deltackpt.options import Tiers
-from deltackpt.reading import inventory, saves
+from deltackpt.reading import chains, inventory, saves
 from deltackpt.storage import buckets, digests, files
 from deltackpt.tiers import bucket as bucket_places
 from deltackpt.tiers import copy as copies
@@ -669,7 +669,7 @@ def test_memory_is_bounded_and_a_larger_file_goes_alone():
 
 def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
     copy(run[0], tmp_path / "target", steps=[1])
-    assert [save.name for save in saves.read_chain(tmp_path / "target" / "1")] == [
+    assert [save.name for save in chains.read_chain(tmp_path / "target" / "1")] == [
         "compacted/1/embeddings"
     ]
     assert inventory.verify_step(tmp_path / "target" / "1") == []

@@ -31,7 +31,7 @@ from deltackpt.handlers import dense, dense_leaves
 from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import dense_values, dense_work, orbax_values, saves
+from deltackpt.reading import chains, dense_values, dense_work, orbax_values
 from deltackpt.reading.dense_values import DenseItem
 from deltackpt.restore.step_files import DenseFiles
 from deltackpt.state import tables
@@ -208,7 +208,7 @@ def templates(leaf) -> list:
 @given(data=st.data())
 def test_both_ways_give_the_same_leaves_or_the_same_error(run, data):
     root, states = run
-    chain = saves.read_chain(root / str(LAST))
+    chain = chains.read_chain(root / str(LAST))
     abstract = dense_of(states[-1])
     flat, structure = jax.tree.flatten(abstract, is_leaf=lambda leaf: leaf is None)
     wrong = data.draw(st.integers(0, 2), "leaves that may be wrong")
@@ -221,13 +221,13 @@ def test_both_ways_give_the_same_leaves_or_the_same_error(run, data):
 
 @pytest.mark.parametrize("step", range(LAST + 1))
 def test_without_a_template_both_ways_give_the_same(run, step):
-    chain = saves.read_chain(run[0] / str(step))
+    chain = chains.read_chain(run[0] / str(step))
     assert told(straight, chain, None) == told(by_folder, chain, None)
 
 
 def test_leaves_that_only_one_side_has_are_named(run):
     root, states = run
-    chain = saves.read_chain(root / str(LAST))
+    chain = chains.read_chain(root / str(LAST))
     abstract = dense_of(states[-1])
     for template in (
         {**abstract, "more": jnp.zeros(3)},
@@ -271,7 +271,7 @@ def test_only_the_leaves_that_are_asked_for_are_decoded(run):
 
 def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
     root, states = run
-    chain = saves.read_chain(root / str(LAST))
+    chain = chains.read_chain(root / str(LAST))
     item = DenseItem(chain)
     of_first = {
         device: box for device, box in dense_leaves._boxes(states[0]["cut"], (64, 96)).items()
@@ -286,7 +286,7 @@ def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
 @pytest.mark.parametrize("stretch", [512, 2048, 4 << 20])
 def test_however_a_base_is_cut_all_that_is_above_it_is_decoded_once(run, piece, stretch):
     root, states = run
-    chain = saves.read_chain(root / str(LAST))
+    chain = chains.read_chain(root / str(LAST))
     with (
         mock.patch.object(orbax_values, "_PIECE_BYTES", piece),
         mock.patch.object(dense_work, "_STRETCH_BYTES", stretch),
@@ -380,7 +380,7 @@ def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, t
         assert manager.save(step + 1, moved, touched=marks).kind == "delta"
         manager.wait()
         assert bits(manager.restore(step + 1, moved).state) == bits(moved)
-    chain = saves.read_chain(root / str(step + 1))
+    chain = chains.read_chain(root / str(step + 1))
     assert bits(straight(chain, dense_of(moved))) == bits(dense_of(moved))
 
 
@@ -414,7 +414,7 @@ def test_damage_is_found_and_named_and_an_older_step_is_restored(run, tmp_path, 
             path.unlink()
         else:
             path.write_bytes(data if how == "flip" else data[:at])
-    chain = saves.read_chain(root / str(LAST)) if name != "embeddings/manifest.0.msgpack" else ()
+    chain = chains.read_chain(root / str(LAST)) if name != "embeddings/manifest.0.msgpack" else ()
     with pytest.raises(Damaged) as error:
         straight(chain, dense_of(states[-1]))
     assert str(error.value).startswith(f"{step}/") or f"/{step}/" in str(error.value)
@@ -436,7 +436,7 @@ def test_an_intact_file_of_another_save_is_none_of_ours(run, tmp_path):
     [theirs] = (other / "0" / "dense" / "d").iterdir()
     shutil.copy(theirs, ours)
     with pytest.raises(Damaged, match="0/dense/d/"):
-        straight(saves.read_chain(root / str(LAST)), None)
+        straight(chains.read_chain(root / str(LAST)), None)
 
 
 def test_codes_that_need_no_reference_are_read_once(tmp_path):
@@ -450,7 +450,7 @@ def test_codes_that_need_no_reference_are_read_once(tmp_path):
             marks = touched.mark(marks, {"table": jnp.arange(2)})
             manager.save(step, {**state, "nu": state["nu"] + step}, touched=marks)
             manager.wait()
-    chain = saves.read_chain(tmp_path / "4")
+    chain = chains.read_chain(tmp_path / "4")
     read: list[str] = []
     real = dense_values.PartSource.read
 

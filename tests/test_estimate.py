@@ -15,7 +15,7 @@ from test_verify import chunk, flip
 
 import deltackpt
 from deltackpt.errors import Damaged, StepNotFound
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader
 from deltackpt.resources import memory
 from deltackpt.upkeep import estimate
 from deltackpt.upkeep.estimate import restore_plan
@@ -57,7 +57,7 @@ def test_the_plan_counts_what_lies_on_disk(name):
 
 def test_memory_is_what_a_restore_fills(written):
     plan = restore_plan(written)
-    found = reader.restore_tables(saves.read_chain(written / "3"))
+    found = reader.restore_tables(chains.read_chain(written / "3"))
     filled = {
         name: sum(array.nbytes for array in fields.values())
         for name, fields in found.fields.items()

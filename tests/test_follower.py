@@ -22,6 +22,7 @@ import model
 import numpy as np
 import pytest
 import test_meshes
+from damages import HOWS, damage
 from flat_options import manager_options
 from hypothesis import HealthCheck, Phase, example, given, settings
 from job import Job
@@ -35,7 +36,7 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.reading import reader, removal, saves
+from deltackpt.reading import chains, reader, removal
 from deltackpt.reading.saves import StoredPart
 from deltackpt.standby import candidates, difference, gate, memory, shards
 from deltackpt.standby import follower as follower_module
@@ -74,7 +75,7 @@ def advanced(one: Follower) -> bool:
 
 def in_storage(root: Path, step: int) -> Tables:
     """What a restore from storage gives: the other tests compare it with the model."""
-    return reader.restore_tables(saves.read_chain(root / str(step))).fields
+    return reader.restore_tables(chains.read_chain(root / str(step))).fields
 
 
 def in_state(state: dict) -> Tables:
@@ -397,7 +398,7 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
         assert seen == [2]
         assert_holds(one, 5, in_state(trainer.state))
         assert [save.save_id.step for save in one.holding.chain] == [
-            save.info.save_id.step for save in saves.read_chain(tmp_path / "5")
+            save.info.save_id.step for save in chains.read_chain(tmp_path / "5")
         ]
 
 
@@ -515,7 +516,7 @@ def write(root: Path, policy=None) -> tuple[Path, dict[int, dict]]:
     return root, trainer.states
 
 
-@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+@pytest.mark.parametrize("how", HOWS)
 def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(written, tmp_path, how):
     (whole, states), root = written, tmp_path / "root"
     shutil.copytree(whole, root)
@@ -537,7 +538,7 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         else:
             refused += 1
             # It is not read over and over again.
-            with mock.patch.object(saves, "read_chain", side_effect=AssertionError):
+            with mock.patch.object(chains, "read_chain", side_effect=AssertionError):
                 assert not one.advance()
             assert one.health.startswith("follows; ") and path.name in one.health, one.health
             assert one.place == place and one.holding is holding
@@ -550,15 +551,6 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
     assert refused > 1
-
-
-def damage(path: Path, how: str) -> None:
-    data = path.read_bytes()
-    if how == "removed":
-        path.unlink()
-    else:
-        flipped = data[:-1] + bytes([data[-1] ^ 1])
-        path.write_bytes(data[: len(data) // 2] if how == "truncated" else flipped)
 
 
 @pytest.mark.parametrize("relaid", [False, True])

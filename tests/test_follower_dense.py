@@ -18,7 +18,7 @@ import deltackpt
 from deltackpt.errors import RestoreError
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.reading import OrbaxItems
-from deltackpt.reading import dense_values, point_files, removal, saves
+from deltackpt.reading import chains, dense_values, point_files, removal
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.standby.follower import Follower
@@ -58,7 +58,7 @@ class DenseTrainer(Trainer):
 
 
 def dense_in_storage(root: Path, step: int) -> DenseValues:
-    return dense_values.of_step(saves.read_chain(root / str(step)))
+    return dense_values.of_step(chains.read_chain(root / str(step)))
 
 
 def held_files(one: Follower) -> dict[str, np.ndarray]:
@@ -202,7 +202,7 @@ class FollowerRows:
         wanted_id: SaveId = save.info.save_id
         pin, _ = self.one.pin(wanted_id, timeout_secs)
         files: Mapping[str, np.ndarray] = held_files(self.one)
-        found = restore_tables(saves.read_chain(save.step_dir), wanted=wanted)
+        found = restore_tables(chains.read_chain(save.step_dir), wanted=wanted)
         yield RestoredTables(
             buffers=found.buffers,
             layout=found.layout,

@@ -28,7 +28,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import RestoreError, ServiceUnavailable, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading import logged_dense, point_files, reader, replay, saves
+from deltackpt.reading import chains, logged_dense, point_files, reader, replay, saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stretches import LogPoint, Logs, newest_way
 from deltackpt.reading.targets import empty_buffers, targets_of
@@ -45,7 +45,7 @@ def logs_of(root: Path) -> Logs:
 
 def from_storage(root: Path, save_id: SaveId, point: LogPoint | None) -> RestoredTables:
     """What a restore from storage makes of a step, and of a point above it."""
-    found = reader.restore_tables(saves.read_chain(root / str(save_id.step)))
+    found = reader.restore_tables(chains.read_chain(root / str(save_id.step)))
     assert found.chain[-1].save_id == save_id
     if point is not None:
         way = logs_of(root).read().way(point, save_id)

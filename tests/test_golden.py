@@ -15,11 +15,12 @@ import pytest
 from golden import make_golden
 
 import deltackpt
-from deltackpt.format import frames, manifest, names
+from deltackpt.format import frames, names
 from deltackpt.format.frames import Kind
+from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
-from deltackpt.reading import inventory, reader, saves
+from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.reading.stretches import Logs
 from deltackpt.storage.store import spot
 
@@ -217,10 +218,10 @@ def test_golden_point_restores_to_the_bits_that_it_once_did(version, step, tmp_p
 
 def test_the_current_format_has_golden_checkpoints():
     assert f"log-v{frames.VERSION}" in [path.name for path in LOGS]
-    assert f"v{manifest.FORMAT_VERSION}" in [path.name for path in VERSIONS]
-    assert f"parts-v{manifest.FORMAT_VERSION}" in [path.name for path in PARTS]
-    assert f"encodings-v{manifest.FORMAT_VERSION}" in [path.name for path in ENCODED]
-    assert f"repeated-v{manifest.FORMAT_VERSION}" in [path.name for path in REPEATED]
+    assert f"v{FORMAT_VERSION}" in [path.name for path in VERSIONS]
+    assert f"parts-v{FORMAT_VERSION}" in [path.name for path in PARTS]
+    assert f"encodings-v{FORMAT_VERSION}" in [path.name for path in ENCODED]
+    assert f"repeated-v{FORMAT_VERSION}" in [path.name for path in REPEATED]
 
 
 @pytest.mark.parametrize("version", VERSIONS + ENCODED, ids=lambda path: path.name)
@@ -238,8 +239,8 @@ def test_golden_bucket_reads_as_the_directory_that_it_was_copied_from(version, s
     journal = JournalView(spot(version))
     assert [*journal.state().steps] == list(make_golden.STEPS)
     steps = BucketSteps(journal, names.EMBEDDINGS_ITEM)
-    found = reader.restore_tables(saves.read_chain(steps.at(step)))
-    expected = reader.restore_tables(saves.read_chain(version.with_name("v1") / str(step)))
+    found = reader.restore_tables(chains.read_chain(steps.at(step)))
+    expected = reader.restore_tables(chains.read_chain(version.with_name("v1") / str(step)))
     assert found.fields.keys() == expected.fields.keys()
     for table, fields in expected.fields.items():
         for field, rows in fields.items():

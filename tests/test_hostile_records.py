@@ -31,7 +31,7 @@ from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format import manifest
 from deltackpt.format import names as layout
 from deltackpt.ledger import directory
-from deltackpt.reading import reader, removal, saves
+from deltackpt.reading import chains, reader, removal
 from deltackpt.storage import digests
 from deltackpt.tiers import copy
 from deltackpt.upkeep import verify
@@ -124,7 +124,7 @@ def every_reader(root_dir: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     opened = directory.Root.open(root_dir, read_only=True)
     for step in sorted(opened.steps()):
         path = root_dir / str(step)
-        yield "restore", lambda path=path: reader.restore_tables(saves.read_chain(path))
+        yield "restore", lambda path=path: reader.restore_tables(chains.read_chain(path))
         yield "check", lambda path=path: opened.check_step_files(path)
         yield "look", lambda step=step: looked_at(root_dir, step)
     yield "copy", lambda: copy.copy(root_dir, root_dir.parent / "copied", all_steps=True)

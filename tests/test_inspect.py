@@ -27,6 +27,7 @@ from test_meshes import Run, Topology, initial, topologies, trained
 import deltackpt
 import deltackpt.inspect
 from deltackpt import errors
+from deltackpt.reading import chains
 from deltackpt.reading import saves as stored
 from deltackpt.save import lineage
 from deltackpt.state import tables
@@ -43,7 +44,7 @@ def fields(state: dict) -> dict[str, dict[str, np.ndarray]]:
 def go_on(root: Path, step: int, job: Job, topology: Topology) -> Run:
     """A run that goes on from a step on another topology."""
     run = Run(job, topology, root)
-    chain = stored.read_chain(root / str(step))
+    chain = chains.read_chain(root / str(step))
     new = lineage.new_run()
     for own in run.lineages:
         sizes = [save.info.nbytes for save in chain]

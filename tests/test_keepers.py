@@ -22,7 +22,8 @@ from deltackpt.errors import OptionError, StorageError
 from deltackpt.options import Copies, Erasure
 from deltackpt.service import discovery, keepers
 from deltackpt.storage.store import Refused
-from deltackpt.tiers.neighbours import Keepers, Neighbours
+from deltackpt.tiers.keepers import Keepers
+from deltackpt.tiers.neighbours import Neighbours
 
 pytestmark = [pytest.mark.processes, *IGNORED]
 

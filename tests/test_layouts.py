@@ -17,11 +17,11 @@ import deltackpt
 from deltackpt.errors import BrokenChain, Damaged
 from deltackpt.format import chain, manifest, names, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.reading import ahead, reader, saves
+from deltackpt.reading import ahead, chains, reader, saves
 from deltackpt.save import division
 from deltackpt.state import ownership
 from deltackpt.state.remembered import ByLayout
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import Spot, spot
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 OPTIONS = deltackpt.ManagerOptions(
@@ -234,7 +234,7 @@ def test_a_slow_store_is_read_ahead_by_the_hint(tmp_path, slow_store):
     with mock.patch.object(
         ahead.Ahead, "want", autospec=True, side_effect=ahead.Ahead.want
     ) as want:
-        found = saves.read_chain(tmp_path / "4")
+        found = chains.read_chain(tmp_path / "4")
     assert [save.info.step_dir for save in found] == ["0", "1", "2", "3", "4"]
     assert want.call_count == 5
 
@@ -246,7 +246,7 @@ def test_a_wrong_hint_gives_the_chain_of_the_parents_all_the_same(tmp_path, slow
     states = saved(tmp_path, 2, 5)
     for step in (2, 4):
         rewrite(tmp_path, step, parents=parents)
-    found = saves.read_chain(tmp_path / "4")
+    found = chains.read_chain(tmp_path / "4")
     assert [save.info.step_dir for save in found] == ["0", "1", "2", "3", "4"]
     fields = reader.restore_tables(found).fields
     for name, table in states[4]["tables"].items():
@@ -258,7 +258,7 @@ def test_a_hint_does_not_stand_for_a_parent_that_is_another_save(tmp_path, slow_
     other = dataclasses.replace(head_of(tmp_path, 2).save_id, attempt=77)
     rewrite(tmp_path, 2, save_id=other)
     with pytest.raises(BrokenChain, match="expected save id"):
-        saves.read_chain(tmp_path / "3")
+        chains.read_chain(tmp_path / "3")
 
 
 def test_what_was_altered_is_damage_though_it_was_read_ahead(tmp_path, slow_store):
@@ -268,20 +268,20 @@ def test_what_was_altered_is_damage_though_it_was_read_ahead(tmp_path, slow_stor
     data[-3] ^= 1
     path.write_bytes(data)
     with pytest.raises(Damaged, match="1/embeddings"):
-        saves.read_chain(tmp_path / "3")
+        chains.read_chain(tmp_path / "3")
 
 
 def test_a_fast_store_is_not_read_ahead(tmp_path):
     saved(tmp_path, 1, 4)
     with mock.patch.object(ahead, "_SLOW_SECS", 3600.0):
         with mock.patch.object(ahead.concurrent.futures, "ThreadPoolExecutor") as pool:
-            saves.read_chain(tmp_path / "3")
+            chains.read_chain(tmp_path / "3")
     pool.assert_not_called()
 
 
 def test_an_object_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_store):
     (tmp_path / "there").write_bytes(b"1")
-    at = Spot(saves.spot(tmp_path / "there").store, "there")
+    at = Spot(spot(tmp_path / "there").store, "there")
     missing = Spot(at.store, "missing")
     with ahead.Ahead() as reading:
         assert reading.read(at, "there") == b"1"

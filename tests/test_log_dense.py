@@ -99,6 +99,13 @@ class Training:
         manager.save(self.go(), self.state, touched=self.touched)
         manager.wait()
 
+    def begin(self, manager, marks: int):
+        """A save, and marks after it that are durable."""
+        self.save(manager)
+        for _ in range(marks):
+            self.log(manager)
+        manager.wait_logged()
+
 
 def manager_of(
     root: Path, *, codec=None, deltas="orbax", tables="raw", durability="process", **log
@@ -141,10 +148,7 @@ def heads_of(root: Path, stretch: int = 0) -> list[list[BlocksHead]]:
 def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
     training = Training()
     with manager_of(tmp_path) as manager:
-        training.save(manager)
-        for _ in range(20):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=20)
         points = manager.points()
         assert len(points) == 20
         for point in points:
@@ -190,10 +194,7 @@ def test_errors_of_a_thousand_marks_do_not_grow(tmp_path):
 def test_what_is_read_at_once_and_mark_by_mark_is_the_same(tmp_path):
     training = Training()
     with manager_of(tmp_path, codec=LOSSY) as manager:
-        training.save(manager)
-        for _ in range(6):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=6)
     history, kept = Logs(spot(tmp_path / "log")).read(), DenseKept()
     step = saves.read_info(spot(tmp_path / "1"), "embeddings").save_id
     for point in reversed(history.points()):
@@ -208,10 +209,7 @@ def test_what_is_read_at_once_and_mark_by_mark_is_the_same(tmp_path):
 def test_a_point_restores_onto_other_devices(tmp_path):
     training = Training()
     with manager_of(tmp_path, codec=LOSSY) as manager:
-        training.save(manager)
-        for _ in range(3):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=3)
         expected = manager.restore(training.step, training.state).state
         mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
         split = NamedSharding(mesh, PartitionSpec("x"))
@@ -250,10 +248,7 @@ def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
 def test_training_that_goes_on_from_a_point_begins_whole(tmp_path):
     training = Training()
     with manager_of(tmp_path, codec=LOSSY) as manager:
-        training.save(manager)
-        for _ in range(3):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=3)
     with manager_of(tmp_path, codec=LOSSY) as manager:
         found = manager.restore_latest(training.state)
         assert found is not None and found.point is not None
@@ -362,10 +357,7 @@ def test_a_process_that_fails_again_and_again_loses_no_point(tmp_path, disk: Dis
 def test_a_damaged_frame_falls_back_to_the_point_before(tmp_path, number):
     training = Training()
     with manager_of(tmp_path) as manager:
-        training.save(manager)
-        for _ in range(4):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=4)
     log = read_log(spot(tmp_path / "log" / "0" / "0"), 0, 0)
     [frame] = log.marks[number].frames_of(Kind.BLOCKS)
     [path] = tmp_path.glob("log/0/0/*.seg")
@@ -385,10 +377,7 @@ def test_a_damaged_frame_falls_back_to_the_point_before(tmp_path, number):
 def test_a_frame_against_no_earlier_mark_is_damage(tmp_path):
     training = Training()
     with manager_of(tmp_path) as manager:
-        training.save(manager)
-        for _ in range(3):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=3)
     log = read_log(spot(tmp_path / "log/0/0"), 0, 0)
     for against in (0, 3, 7):
         mark = log.marks[-1]
@@ -505,10 +494,7 @@ def test_a_mark_of_many_leaves_is_cut_into_frames(tmp_path, monkeypatch):
     monkeypatch.setattr(dense_frames.frames, "BODY_BYTES", 1 << 14)
     training = Training()
     with manager_of(tmp_path, codec=LOSSY) as manager:
-        training.save(manager)
-        for _ in range(3):
-            training.log(manager)
-        manager.wait_logged()
+        training.begin(manager, marks=3)
         found = manager.restore(training.step, training.state)
         assert max(error_of(found.state, training.state).values()) < 0.05
     assert {len(mark) > 3 for mark in heads_of(tmp_path)} == {True}

@@ -51,7 +51,8 @@ from deltackpt.format.frames import (
     Place,
     RowsHead,
 )
-from deltackpt.format.manifest import ArrayEntry, SaveId, Segment
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.format.soundness import STORED_DTYPES
 from deltackpt.format.stretches import Continues
 from deltackpt.log.frame import Frame

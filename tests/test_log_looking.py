@@ -466,7 +466,7 @@ def test_the_doctor_finds_a_log_directory_that_is_gone(tmp_path):
 def test_the_doctor_finds_gaps_stretches_left_over_and_logs_that_are_long(copy):
     assert by_subject(copy)["log to replay"].severity == "ok"
     with mock.patch.object(doctor_log, "_LEAST_BASE_BYTES", 1):
-        with mock.patch("deltackpt.format.manifest.FieldSpec.row_bytes", 0):
+        with mock.patch("deltackpt.format.segments.FieldSpec.row_bytes", 0):
             assert by_subject(copy)["log to replay"].severity == "warning"
     first, *_ = sorted(copy.glob("log/0/0/*.seg"))
     flip(first, 90)

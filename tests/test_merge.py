@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltackpt.format.blocks import VALUES, EncodedBlock, RowBlock
-from deltackpt.format.manifest import FieldSpec
+from deltackpt.format.segments import FieldSpec
 from deltackpt.reading import merge
 from deltackpt.reading.merge import Target
 

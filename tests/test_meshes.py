@@ -22,7 +22,7 @@ from job import DEVICES, Job
 import deltackpt
 from deltackpt import processes
 from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
-from deltackpt.reading import reader
+from deltackpt.reading import chains, reader
 from deltackpt.reading import saves as stored
 from deltackpt.resources.staging import Staging
 from deltackpt.restore import placing
@@ -172,7 +172,7 @@ def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: 
     expected = tables.split(state, TABLES).fields
 
     def own(index: int):
-        saves = stored.read_chain(root / str(step))
+        saves = chains.read_chain(root / str(step))
         wanted = placing.wanted_of(tables.split(template, TABLES).fields)
         for name, fields in reader.restore_tables(saves, wanted=wanted).buffers.items():
             for field, held in fields.items():
@@ -230,7 +230,7 @@ def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores
         for step, state in enumerate(states):
             assert_restores(root, step, Job(count), topology, state)
     # One device of a notebook, and no template.
-    whole = reader.restore_tables(stored.read_chain(root / "2")).fields
+    whole = reader.restore_tables(chains.read_chain(root / "2")).fields
     for name, fields in tables.split(states[2], TABLES).fields.items():
         for field, leaf in fields.items():
             assert whole[name][field].tobytes() == leaf.tobytes()

@@ -16,7 +16,8 @@ from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.storage.nodes import Node
 from deltackpt.tiers import fragments
 from deltackpt.tiers.fragments import Fragment
-from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+from deltackpt.tiers.keepers import KeeperNode, Keepers
+from deltackpt.tiers.neighbours import Neighbours
 
 pytestmark = pytest.mark.processes
 

@@ -24,7 +24,8 @@ from deltackpt.options import Timeouts
 from deltackpt.reading import saves
 from deltackpt.storage.store import spot
 from deltackpt.tiers import near
-from deltackpt.tiers.neighbours import Keepers, Neighbours
+from deltackpt.tiers.keepers import Keepers
+from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.pushing import Pusher
 from deltackpt.tiers.stage import Progress, Stage, key_of
 

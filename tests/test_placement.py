@@ -17,7 +17,8 @@ from deltackpt.errors import StorageError
 from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import Missing, Unanswered
 from deltackpt.tiers import erasure, fragments, neighbours
-from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+from deltackpt.tiers.keepers import KeeperNode, Keepers
+from deltackpt.tiers.neighbours import Neighbours
 
 NAMES = st.lists(st.text("abcdef0123456789", min_size=1), unique=True, min_size=1, max_size=12)
 

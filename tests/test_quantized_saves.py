@@ -29,6 +29,7 @@ from deltackpt.errors import (
 )
 from deltackpt.events import PrometheusSink
 from deltackpt.format import manifest
+from deltackpt.format.segments import Encoding
 from deltackpt.reading import saves
 from deltackpt.save import extract
 from deltackpt.save.pieces import HostPiece
@@ -97,7 +98,7 @@ def restored(root, template=None, step=1, handlers=None, rows=None):
         return manager.restore(step, template).state
 
 
-def encodings(root, step: int) -> dict[tuple[str, str], manifest.Encoding]:
+def encodings(root, step: int) -> dict[tuple[str, str], Encoding]:
     (record,) = saves.read_save(Path(root) / str(step)).manifests
     return {
         (segment.group, encoding.field): encoding

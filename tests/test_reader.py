@@ -16,16 +16,9 @@ from written import write_digested
 from deltackpt.errors import BrokenChain, Damaged, ForeignDirectory, StepNotFound
 from deltackpt.format import gaps, manifest, names
 from deltackpt.format.blocks import Box
-from deltackpt.format.manifest import (
-    FieldSpec,
-    GroupEntry,
-    Manifest,
-    ParentRef,
-    SaveId,
-    Segment,
-    TableEntry,
-)
-from deltackpt.reading import inventory, reader, saves
+from deltackpt.format.manifest import Manifest, ParentRef, SaveId, TableEntry
+from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import Digests
 from deltackpt.storage.store import FileStore, Spot
@@ -52,7 +45,7 @@ def table(rows: int = ROWS) -> TableEntry:
 
 def put_array(
     part: Spot, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
-) -> tuple[manifest.ArrayEntry, dict[str, digests.Digest]]:
+) -> tuple[ArrayEntry, dict[str, digests.Digest]]:
     """Writes an array as a trainer does, and puts its chunks into the store."""
     entry = arrays.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
     below = names.array_dir(Path(), 0, segment, name).as_posix()
@@ -136,7 +129,7 @@ def put_chain(root: Spot, scratch: Path, touched=((3, 9, 39), (0, 9))) -> list[n
 def test_a_chain_is_merged_newest_row_wins(root, tmp_path):
     states = put_chain(root, tmp_path)
     for step, state in enumerate(states):
-        chain = saves.read_chain(root / str(step))
+        chain = chains.read_chain(root / str(step))
         found = reader.restore_tables(chain)
         assert found.fields["t"]["values"].tobytes() == state.tobytes()
         assert [info.step_dir for info in found.chain] == [str(n) for n in range(step + 1)]
@@ -145,7 +138,7 @@ def test_a_chain_is_merged_newest_row_wins(root, tmp_path):
 
 def test_what_is_wanted_alone_is_read(root, tmp_path):
     states = put_chain(root, tmp_path)
-    chain = saves.read_chain(root / "2")
+    chain = chains.read_chain(root / "2")
     told: list[tuple[int, int]] = []
     wanted = {"t": {"values": [Box((9, 10), (0, WIDTH)), Box((20, 33), (1, 3))]}}
     found = reader.restore_tables(
@@ -167,7 +160,7 @@ def test_any_rows_of_any_chain_are_those_of_its_states(tmp_path_factory, data):
     states = put_chain(root, scratch, data.draw(st.lists(rows, max_size=3)))
     start = data.draw(st.integers(0, ROWS - 1))
     stop = data.draw(st.integers(start + 1, ROWS))
-    chain = saves.read_chain(root / str(len(states) - 1))
+    chain = chains.read_chain(root / str(len(states) - 1))
     wanted = {"t": {"values": [Box((start, stop), (0, WIDTH))]}}
     found = reader.restore_tables(chain, wanted=wanted).fields["t"]["values"]
     assert np.array_equal(found, states[-1][start:stop])
@@ -204,13 +197,13 @@ def test_every_object_that_is_altered_or_missing_is_named(root, tmp_path, monkey
                 store.put(key, altered)
             step = key.partition("/")[0]
             with pytest.raises((Damaged, BrokenChain, ForeignDirectory, StepNotFound)) as caught:
-                reader.restore_tables(saves.read_chain(root / "2"))
+                reader.restore_tables(chains.read_chain(root / "2"))
             if isinstance(caught.value, Damaged):
                 named = caught.value.object_name  # Its last seven components.
                 assert named.endswith(key) or key.endswith(named), how
             assert inventory.verify_step(root / step), (key, how)
             store.put(key, sound)
-    reader.restore_tables(saves.read_chain(root / "2"))
+    reader.restore_tables(chains.read_chain(root / "2"))
 
 
 def test_a_base_that_lacks_rows_is_damage(root, tmp_path):
@@ -219,7 +212,7 @@ def test_a_base_that_lacks_rows_is_damage(root, tmp_path):
     less = dataclasses.replace(segment, ranges=((0, 20), (21, ROWS + 1)))
     put_head(root, dataclasses.replace(head, segments=(less,)))
     with pytest.raises(Damaged, match="0/embeddings"):
-        reader.restore_tables(saves.read_chain(root / "0"))
+        reader.restore_tables(chains.read_chain(root / "0"))
 
 
 def test_a_compacted_base_stands_for_a_save_and_for_no_other(root, tmp_path):
@@ -230,10 +223,10 @@ def test_a_compacted_base_stands_for_a_save_and_for_no_other(root, tmp_path):
     for key in (aside / "1" / names.EMBEDDINGS_ITEM).keys():
         at = aside / "1" / names.EMBEDDINGS_ITEM / key
         root.store.put((item / key).key, at.store.get(at.key))
-    chain = saves.read_chain(root / "2")
+    chain = chains.read_chain(root / "2")
     assert [save.name for save in chain] == ["compacted/1/embeddings", "2/embeddings"]
     assert reader.restore_tables(chain).fields["t"]["values"].tobytes() == states[2].tobytes()
     assert list(saves.compacted_bases(root)) == ["1"]
     other = dataclasses.replace(head, save_id=SaveId("other", 1, 1))
     root.store.put((item / names.manifest_name(0)).key, manifest.to_bytes(other))
-    assert [save.compacted for save in saves.read_chain(root / "2")] == [False] * 3
+    assert [save.compacted for save in chains.read_chain(root / "2")] == [False] * 3

@@ -21,7 +21,7 @@ import deltackpt
 from deltackpt.errors import FencedError
 from deltackpt.format import names
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 #: What changes names, or removes them.
@@ -61,7 +61,7 @@ def check_listed_steps_restore(root: Path, expected: dict[int, bytes]) -> list[i
     """Every step that is listed restores what was saved."""
     steps = sorted(Root.open(root, read_only=True).steps())
     for step in steps:
-        found = reader.restore_tables(saves.read_chain(root / str(step)))
+        found = reader.restore_tables(chains.read_chain(root / str(step)))
         assert np.asarray(found.fields["tables/users"]["values"]).tobytes() == expected[step], step
     return steps
 

@@ -21,7 +21,7 @@ from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.format.chain import SaveInfo, live_set, restore_chain
 from deltackpt.format.manifest import ParentRef, RollingShare, SaveId
 from deltackpt.policy import Rolling
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader, saves
 from deltackpt.upkeep import compact, verify
 
 WINDOW = 3
@@ -137,10 +137,10 @@ def test_another_window_begins_anew(tmp_path):
         assert restored is not None
         again = Loop(restored.state, restored.touched)
         again.save(two, 5, 6, 7)
-        chains = [two.restore(step, again.states[step]).chain for step in (5, 6, 7)]
+        read = [two.restore(step, again.states[step]).chain for step in (5, 6, 7)]
         assert_equal(two.restore(7, again.states[7]).state, again.states[7])
     # The window of step 4, its parent, until its own is full.
-    assert chains == [(2, 3, 4, 5), (5, 6), (6, 7)]
+    assert read == [(2, 3, 4, 5), (5, 6), (6, 7)]
 
 
 def test_plain_deltas_go_on_from_a_window(tmp_path):
@@ -189,7 +189,7 @@ def test_a_restore_that_lacks_a_share_is_refused(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(6))
-    held = saves.read_chain(tmp_path / "5")
+    held = chains.read_chain(tmp_path / "5")
     wrong = dataclasses.replace(held[0].head, rolling=held[1].head.rolling)
     with pytest.raises(Damaged, match="cells"):
         reader.restore_tables((dataclasses.replace(held[0], head=wrong), *held[1:]))

@@ -15,7 +15,7 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import ServiceUnavailable
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
@@ -50,7 +50,7 @@ class Source:
         assert timeout_secs == deltackpt.Timeouts().service_secs
         if self.before is not None:
             self.before()
-        found = reader.restore_tables(saves.read_chain(save.step_dir, save.item), wanted=wanted)
+        found = reader.restore_tables(chains.read_chain(save.step_dir, save.item), wanted=wanted)
         if self.after is not None:
             self.after()
         yield found

@@ -27,7 +27,7 @@ import tensorstore as ts
 import deltackpt
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged, StepGone, StepNotFound
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader
 from deltackpt.standby.follower import Follower
 from deltackpt.tiers import copy
 from deltackpt.upkeep import compact, estimate
@@ -142,7 +142,7 @@ def users(found: Any) -> bytes:
 
 
 def restored(root: Path) -> bytes | None:
-    found = reader.restore_tables(saves.read_chain(root / "2"))
+    found = reader.restore_tables(chains.read_chain(root / "2"))
     return users(found.fields["tables/users"]["values"])
 
 

@@ -172,6 +172,7 @@ def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alo
     monkeypatch.setattr(log_promotion, "SEGMENT_BYTES", 300)  # A mark is several pieces.
     with one.manager(wait_for="stage") as manager:
         one.save(manager, 0)
+        manager.wait()  # A promoter that finds no save ends, and then this one is never got past.
         promote(one)
         one.log(manager, 1, 2, 3)
     put, killed, lock, left = KvStore.put, 0, threading.Lock(), 0

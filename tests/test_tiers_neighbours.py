@@ -29,7 +29,8 @@ from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.service import discovery
-from deltackpt.tiers.neighbours import KeeperNode, Keepers, Neighbours
+from deltackpt.tiers.keepers import KeeperNode, Keepers
+from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.pushing import Pusher
 from deltackpt.tiers.stage import Stage
 

@@ -23,7 +23,7 @@ from deltackpt.format import names
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
 from deltackpt.options import Tiers
-from deltackpt.reading import reader, saves
+from deltackpt.reading import chains, reader
 from deltackpt.standby.follower import Follower
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Spot
@@ -31,8 +31,9 @@ from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import collect as collection
 from deltackpt.upkeep import compact as compaction
 from deltackpt.upkeep import doctor, estimate
-from deltackpt.upkeep.collect import Retention, collect, collectable
+from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.compact import compact
+from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
 
 _numbers = itertools.count()
@@ -251,7 +252,7 @@ def test_a_follower_holds_what_a_bucket_holds(run, server, tmp_path):
     journal.roll_back(1, "d" * 32)
     assert follower.advance()
     assert follower.holding is not None and follower.holding.save.step_dir == "1"
-    expected = reader.restore_tables(saves.read_chain(root / "1")).fields
+    expected = reader.restore_tables(chains.read_chain(root / "1")).fields
     for table, field, first, rows in held_regions(follower):
         wanted = expected[table][field][first : first + len(rows)]
         assert rows.tobytes() == np.asarray(wanted).tobytes(), (table, field)

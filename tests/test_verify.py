@@ -25,7 +25,7 @@ from test_compact import fold, manager, write_chain
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import manifest, names
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import inventory, reader, removal, saves
+from deltackpt.reading import chains, inventory, reader, removal
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot
 from deltackpt.upkeep import verify
@@ -70,7 +70,7 @@ def restores(root: Path, step: int) -> bool:
         warnings.simplefilter("ignore")
         try:
             Root.open(root, read_only=True).check_step_files(root / str(step))
-            reader.restore_tables(saves.read_chain(root / str(step)))
+            reader.restore_tables(chains.read_chain(root / str(step)))
         except RestoreError:
             return False
     return True

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltackpt import processes
-from deltackpt.format.manifest import ArrayEntry
+from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.rendezvous import of_this_process

@@ -206,9 +206,10 @@ def collect(
     A trainer that lives nevertheless can commit nothing more.
     """
     from deltackpt.upkeep import collect as collection
+    from deltackpt.upkeep.unneeded import Retention
 
     item = _found_item(directory, item, endpoint)
-    retention = collection.Retention(keep_last=keep_last, keep_every=keep_every)
+    retention = Retention(keep_last=keep_last, keep_every=keep_every)
     if dry_run:
         found = collection.collectable(
             directory,

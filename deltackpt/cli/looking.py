@@ -50,7 +50,7 @@ def ls(
     Where the trainer has a policy of retention, ``stays for`` says which steps that keeps, and
     which stay only for a chain that goes through them.
     """
-    from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
+    from deltackpt.inspect.save import SAVE_COLUMNS, save_line
 
     ck = _open(directory, item, endpoint)
     if log:
@@ -124,9 +124,9 @@ def show(
     these as blocks, by which codes, and how many blocks changed.
     """
     from deltackpt.inspect import html
-    from deltackpt.inspect.checkpoints import FIGURE_COLUMNS, figure_lines
     from deltackpt.inspect.dense import DENSE_COLUMNS, dense_line
     from deltackpt.inspect.dense_of_blocks import SAVED_COLUMNS, saved_line
+    from deltackpt.inspect.save import FIGURE_COLUMNS, figure_lines
     from deltackpt.inspect.step import FIELD_COLUMNS, field_lines
 
     ck = _open(directory, item, endpoint)

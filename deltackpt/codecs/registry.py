@@ -15,7 +15,7 @@ from deltackpt.codecs.uniform import UNIFORM
 from deltackpt.errors import OptionError
 from deltackpt.format.blocks import EncodedBlock, RowBlock
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.manifest import FieldSpec
+from deltackpt.format.segments import FieldSpec
 
 _CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Raw(), BytePlanes(), BFLOAT16, FLOAT16, *UNIFORM)

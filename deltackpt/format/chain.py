@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from deltackpt.errors import BrokenChain, Damaged
-from deltackpt.format.manifest import Kind, Manifest, Outline, ParentRef, RollingShare, SaveId
+from deltackpt.format.manifest import Kind, Manifest, ParentRef, RollingShare, SaveId
+from deltackpt.format.outline import Outline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from deltackpt.format import manifest
-from deltackpt.format.manifest import Encoding, FieldSpec, GroupEntry, Segment, TableEntry
+from deltackpt.format.manifest import TableEntry
+from deltackpt.format.segments import Encoding, FieldSpec, GroupEntry, Segment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ import numpy as np
 from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.format import dense_blocks, records
 from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.manifest import SaveId, Segment
+from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import Unsound
-from deltackpt.format.segments import ArrayEntry
+from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.format.soundness import MOST, MOST_ZSTD_RATIO, check_segment, is_name, require
 
 #: The newest; frames that hold nothing new are of the first, which every reader knows.

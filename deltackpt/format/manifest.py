@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import google_crc32c
 
 from deltackpt.errors import FormatTooNew
-from deltackpt.format import blocks, dense_blocks, dtypes, records
+from deltackpt.format import blocks, dense_blocks, records
 from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.records import FORMAT_VERSION as FORMAT_VERSION
 from deltackpt.format.records import Unsound
-from deltackpt.format.segments import ArrayEntry as ArrayEntry
-from deltackpt.format.segments import Encoding as Encoding
-from deltackpt.format.segments import FieldSpec as FieldSpec
-from deltackpt.format.segments import GroupEntry as GroupEntry
-from deltackpt.format.segments import Segment as Segment
-from deltackpt.format.segments import width as width
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
-_MAGIC = "deltackpt.manifest"
+#: What the bytes of a manifest begin with.
+MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
 KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "rolling", "dense_blocks"})
 #: Needed by what is not stored ``raw``: rows may stand beside their codes.
@@ -271,7 +265,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
-        return _nbytes(self)
+        return nbytes_of(self)
 
     @property
     def group_by_name(self) -> dict[str, GroupEntry]:
@@ -279,63 +273,8 @@ class Manifest:
         return {group.name: group for group in self.groups}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Size:
-    """Of an ArrayEntry what its bytes follow from."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Of a Segment what its bytes follow from."""
-
-    arrays: tuple[_Size, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _DenseSizes:
-    """Of DenseBlocks what its bytes follow from."""
-
-    segments: tuple[_Sizes, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PartSize:
-    """Of a Part the bytes of its arrays."""
-
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outline:
-    """Of a Manifest what tells a save from others, and its size: a directory holds thousands."""
-
-    kind: Kind
-    save_id: SaveId
-    parent: ParentRef | None
-    process: int
-    process_count: int
-    segments: tuple[_Sizes, ...]
-    parents: tuple[str, ...] = ()
-    rolling: RollingShare | None = None
-    features: tuple[str, ...] = ()
-    parts: tuple[_PartSize, ...] = ()
-    dense_blocks: _DenseSizes | None = None
-    dense_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
-        return _nbytes(self)
-
-
-def _nbytes(record: Any) -> int:
+def nbytes_of(record: Any) -> int:
+    """Bytes of the arrays of a manifest, or of an outline; of all parts where it names them."""
     if record.parts:
         return sum(part.nbytes for part in record.parts)
     dense = () if record.dense_blocks is None else record.dense_blocks.segments
@@ -399,12 +338,12 @@ def with_codecs(
     )
 
 
-def to_bytes(record: Any, magic: str = _MAGIC) -> bytes:
+def to_bytes(record: Any, magic: str = MAGIC) -> bytes:
     """Encodes a record of this module (or a dataclass like them) with its checksum."""
     return records.to_bytes(record, magic)
 
 
-def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = _MAGIC) -> Any:
+def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAGIC) -> Any:
     """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
     Raises:
@@ -441,31 +380,13 @@ def _check_features(fields: dict[str, Any], name: str) -> None:
         )
 
 
-def outline(data: bytes, *, name: str) -> Outline | Manifest:
-    """What chains need to know of a save, of the bytes of the manifest of process 0.
-
-    Args:
-      data: of ``to_bytes``.
-      name: how errors name the manifest.
-
-    Raises:
-      Damaged, FormatTooNew: as ``from_bytes``.
-    """
-    found = records.quickly(Outline, data, name=name, magic=_MAGIC, alike=frozenset())
-    if found is not None and KNOWN_FEATURES.issuperset(found.features):
-        with contextlib.suppress(Unsound, TypeError):
-            _check_ids(found)
-            return found
-    return from_bytes(data, name=name)
-
-
 def _check(record: Manifest) -> None:
     """Checks what a manifest says by itself; ``bounds`` checks it against its groups.
 
     Raises:
       Unsound: it cannot be.
     """
-    _check_ids(record)
+    check_ids(record)
     if not _sound_paths.has(record.tables, record.dense, record.tracking_paths):
         check_paths(record)
         _sound_paths.add(record.tables, record.dense, record.tracking_paths)
@@ -481,7 +402,12 @@ def _check(record: Manifest) -> None:
             raise error.within("dense_blocks") from None
 
 
-def _check_ids(record: Manifest | Outline) -> None:
+def check_ids(record: Any) -> None:
+    """Checks what a manifest, or an outline of one, says of which save it is.
+
+    Raises:
+      Unsound: there is no such save.
+    """
     ids = [("save_id", record.save_id)]
     if record.parent is not None:
         ids.append(("parent.save_id", record.parent.save_id))

@@ -11,7 +11,7 @@ from deltackpt.format import dtypes, records
 from deltackpt.format.records import Unsound
 
 if TYPE_CHECKING:
-    from deltackpt.format.manifest import ArrayEntry, Segment
+    from deltackpt.format.segments import ArrayEntry, Segment
 
 #: Core dtypes of Zarr v3, which hold all others.
 STORED_DTYPES = frozenset(

@@ -14,15 +14,9 @@ import dataclasses
 
 from deltackpt.errors import FormatTooNew
 from deltackpt.format import manifest, records
-from deltackpt.format.manifest import (
-    DenseLeaf,
-    GroupEntry,
-    KeyPath,
-    Layout,
-    SaveId,
-    TableEntry,
-)
+from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, TableEntry
 from deltackpt.format.records import Unsound
+from deltackpt.format.segments import GroupEntry
 from deltackpt.format.soundness import is_name, require
 
 _MAGIC = "deltackpt.log"

@@ -15,7 +15,7 @@ from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import orbax_values, saves
+from deltackpt.reading import chains, orbax_values, saves
 from deltackpt.reading.dense_values import DenseItem
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore.step_files import DenseFiles, ItemFiles
@@ -43,7 +43,7 @@ class OrbaxItems:
         if isinstance(files, DenseFiles):
             return DenseLeaves(files).restored(abstract, step)
         if files is None and (chain := self._of_blocks(step)) is not None:
-            return saves.read_whole(
+            return chains.read_whole(
                 chain, lambda chain: DenseLeaves(DenseItem(chain)).restored(abstract, step)
             )
         handler = dense.handler()
@@ -89,12 +89,14 @@ class OrbaxItems:
         """
         if (chain := self._of_blocks(step)) is None:
             return self.dense(step, None).leaves
-        return saves.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).some(keys, step))
+        return chains.read_whole(
+            chain, lambda chain: DenseLeaves(DenseItem(chain)).some(keys, step)
+        )
 
     def abstract(self, step: int) -> dict[str, Any]:
         """Shapes and dtypes of the dense leaves of a step, read from metadata alone."""
         if (chain := self._of_blocks(step)) is not None:
-            return saves.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).abstract())
+            return chains.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).abstract())
         with self._item_dir(step, names.DENSE_ITEM) as item_dir:
             return dense.abstract(dense.handler().metadata(item_dir))
 
@@ -115,7 +117,7 @@ class OrbaxItems:
         step_dir, item = self._root.at(step), self._root.item
         if saves.read_save(step_dir, item).head.dense_blocks is None:
             return None
-        return saves.read_chain(step_dir, item)
+        return chains.read_chain(step_dir, item)
 
     @contextlib.contextmanager
     def _item_dir(

@@ -28,7 +28,7 @@ from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import chains, dense_values
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.stretches import LogPoint
 from deltackpt.restore import steps
@@ -372,7 +372,7 @@ class Restorer:
         if not split.layout.dense or not found.target.has_dense:
             return
         try:
-            chain = saves.read_chain(found.target.step_dir, run.item)
+            chain = chains.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
             described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
         except (RestoreError, StorageError):

@@ -12,12 +12,13 @@ Example:
 """
 
 from deltackpt.inspect.changes import Diff, TableDiff
-from deltackpt.inspect.checkpoints import Checkpoints, Save, open
+from deltackpt.inspect.checkpoints import Checkpoints, open
 from deltackpt.inspect.dense import DenseItem, DenseLeaf
 from deltackpt.inspect.dense_of_blocks import SavedLeaf
 from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import LazyArray
 from deltackpt.inspect.logs import Log, Stretch
+from deltackpt.inspect.save import Save
 from deltackpt.inspect.statistics import Statistics
 from deltackpt.inspect.step import Step, Table
 

@@ -13,10 +13,11 @@ import numpy as np
 from deltackpt.errors import MissingExtra, RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs
 from deltackpt.format.blocks import Rows
-from deltackpt.format.manifest import FieldSpec, Layout, TableEntry
+from deltackpt.format.manifest import Layout, TableEntry
+from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect import html
 from deltackpt.inspect.lazy import LazyArray, RowNumbers, Saves
-from deltackpt.reading import saves
+from deltackpt.reading import chains
 from deltackpt.reading.saves import StoredSave
 
 #: Quantiles that ``TableDiff.quantiles`` gives by default.
@@ -188,7 +189,7 @@ def _held(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) 
                     rows = numbers.of(part, segment)
                     yield rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
     except RestoreError as error:
-        saves.raise_if_removed((save,), error)
+        chains.raise_if_removed((save,), error)
         raise
 
 

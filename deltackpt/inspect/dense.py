@@ -30,7 +30,7 @@ from deltackpt.format import names
 from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
 from deltackpt.inspect import html
-from deltackpt.reading import saves
+from deltackpt.reading import removal
 from deltackpt.storage import digests
 from deltackpt.storage.kv_store import Reachable, reachable
 from deltackpt.storage.store import Spot, spot
@@ -280,10 +280,10 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
     def _check_stands(self) -> None:
         """Leaves of another save must not stand beside the tables of this one."""
         if not self._stands():
-            raise saves.gone(self._dir.parent, instead="open")
+            raise removal.gone(self._dir.parent, instead="open")
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
-        return saves.standing(self._dir.parent, stands=self._stands, instead="open")
+        return removal.standing(self._dir.parent, stands=self._stands, instead="open")
 
 
 class DenseLeaf:

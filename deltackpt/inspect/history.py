@@ -23,7 +23,7 @@ from deltackpt.format.frames import RowsHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
-from deltackpt.reading import reader, replay, saves
+from deltackpt.reading import chains, reader, removal, replay
 from deltackpt.reading.log_files import Mark
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import History as LogHistory
@@ -295,8 +295,8 @@ class _Walk:
                 return self._merged(unread)
         chain = self._saves_of(save.info.save_id.step).chain
         if chain[-1].info.save_id != save.info.save_id:
-            raise saves.gone(save.step_dir, instead="read")
-        return saves.read_whole(chain, self._merged)
+            raise removal.gone(save.step_dir, instead="read")
+        return chains.read_whole(chain, self._merged)
 
     def _unread(self, save: StoredSave) -> list[StoredSave] | None:
         """What has to be merged up to a save, oldest first; None where a parent is not there."""

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.format import blocks, manifest
+from deltackpt.format import blocks
 from deltackpt.format.blocks import Box, Rows, Span
-from deltackpt.format.manifest import FieldSpec, Layout, SaveId, Segment, TableEntry
+from deltackpt.format.manifest import Layout, SaveId, TableEntry
+from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.reading import reader
+from deltackpt.reading.chains import read_whole
 from deltackpt.reading.reader import StoredRows
-from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
+from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import Spot
@@ -159,7 +161,7 @@ class Saves:
     """A chain that is read from again and again: what was learnt of it is kept."""
 
     def __init__(self, saves: Sequence[StoredSave], numbers: RowNumbers | None = None):
-        """A chain of ``saves.read_chain``, and what keeps row numbers of saves."""
+        """A chain of ``chains.read_chain``, and what keeps row numbers of saves."""
         self.chain = tuple(saves)
         self.numbers = numbers or RowNumbers()
 
@@ -189,7 +191,7 @@ def buffers_of(
     layout: Layout, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]
 ) -> tuple[list[np.ndarray], Targets]:
     """Memory for some disjoint spans of rows of one field, in their order, and as targets."""
-    columns = (0, manifest.width(spec.trailing))
+    columns = (0, width(spec.trailing))
     boxes = [Box(span, columns) for span in spans]
     buffers, targets = empty_buffers(layout, {table.name: {spec.name: boxes}})
     held = buffers[table.name][spec.name]

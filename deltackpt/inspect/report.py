@@ -25,7 +25,7 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import blocks, names
 from deltackpt.inspect import html as markup
 from deltackpt.inspect import pictures, plots
-from deltackpt.inspect.checkpoints import SAVE_COLUMNS, save_line
+from deltackpt.inspect.save import SAVE_COLUMNS, save_line
 from deltackpt.storage import files
 from deltackpt.units import count, size
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs, manifest, names
-from deltackpt.format.manifest import FieldSpec, TableEntry
+from deltackpt.format.manifest import TableEntry
+from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect import html
 from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_line
 from deltackpt.inspect.dense_of_blocks import (
@@ -23,7 +24,7 @@ from deltackpt.inspect.dense_of_blocks import (
     saved_line,
 )
 from deltackpt.inspect.lazy import LazyArray, Saves
-from deltackpt.reading import saves
+from deltackpt.reading import removal, saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
@@ -195,7 +196,7 @@ class Step:
     def _standing(self) -> contextlib.AbstractContextManager[None]:
         """Within, what fails since the step is no more the one that was opened is ``StepGone``."""
         target = self._saves.target
-        return saves.standing(
+        return removal.standing(
             self._spot,
             stands=lambda: saves.stands(self._spot, target.info.save_id, target.item),
             instead="open",

@@ -15,17 +15,9 @@ from collections.abc import Collection, Iterator, Mapping
 from deltackpt import codecs
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
 from deltackpt.format import blocks, manifest, names, records
-from deltackpt.format.manifest import (
-    ArrayEntry,
-    Encoding,
-    FieldSpec,
-    GroupEntry,
-    KeyPath,
-    Layout,
-    Manifest,
-    Segment,
-)
+from deltackpt.format.manifest import KeyPath, Layout, Manifest
 from deltackpt.format.records import Unsound
+from deltackpt.format.segments import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST, MOST_AXES, MOST_ZSTD_RATIO, require
 from deltackpt.format.stretches import StretchHead
 

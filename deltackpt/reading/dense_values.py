@@ -24,9 +24,10 @@ from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, DenseBlock
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_work, orbax_values
+from deltackpt.reading.chains import read_whole
 from deltackpt.reading.dense_work import Lanes, Leaf, Source
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
-from deltackpt.reading.saves import StoredPart, StoredSave, read_whole
+from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
 
@@ -116,7 +117,7 @@ def of_step(
 ) -> DenseValues:
     """The dense item of the last save of a chain.
 
-    Where the chain does not hold, another one to the same step is read: ``saves.read_whole``.
+    Where the chain does not hold, another one to the same step is read: ``chains.read_whole``.
 
     Args:
       saves: a chain of ``read_chain``.

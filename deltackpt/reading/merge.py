@@ -16,7 +16,7 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.format import blocks
 from deltackpt.format.blocks import EncodedBlock, RowBlock, Span
-from deltackpt.format.manifest import FieldSpec
+from deltackpt.format.segments import FieldSpec
 
 #: Decoded rows of this many stay in the cache until they are written.
 _PIECE_ROWS = 1 << 14

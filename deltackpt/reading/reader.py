@@ -25,11 +25,13 @@ from deltackpt.errors import Damaged, RestoreError
 from deltackpt.format import blocks, gaps, names
 from deltackpt.format.blocks import Box, EncodedBlock, Ranges, RowBlock, Rows, Span
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ArrayEntry, FieldSpec, Layout, Segment
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import ArrayEntry, FieldSpec, Segment
 from deltackpt.reading import lanes, merge
+from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.merge import Target
 from deltackpt.reading.meter import Meter, Progress
-from deltackpt.reading.saves import StoredPart, StoredSave, raise_if_removed, read_whole
+from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.targets import Targets, Wanted, empty_buffers
 from deltackpt.resources import memory, pages
 from deltackpt.resources.staging import Staging
@@ -94,7 +96,7 @@ def restore_tables(
 ) -> RestoredTables:
     """Reads and merges a chain; only what is wanted, and the parts that hold it.
 
-    Where the chain does not hold, another one to the same step is read: ``saves.read_whole``.
+    Where the chain does not hold, another one to the same step is read: ``chains.read_whole``.
 
     Args:
       saves: a chain of ``read_chain``.

@@ -25,7 +25,8 @@ from deltackpt.errors import Damaged, DamagedLog
 from deltackpt.format import blocks, frames, gaps, names
 from deltackpt.format.blocks import EncodedBlock, RowBlock, Span
 from deltackpt.format.frames import ItemsHead, Kind
-from deltackpt.format.manifest import GroupEntry, Layout, Segment
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.reading import bounds, merge
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.log_files import FrameAt, Mark, damage_of

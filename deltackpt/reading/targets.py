@@ -13,7 +13,8 @@ from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format import blocks, globs, manifest
 from deltackpt.format.blocks import Box, Span
-from deltackpt.format.manifest import Cover, GroupEntry, Layout, Segment
+from deltackpt.format.manifest import Cover, Layout
+from deltackpt.format.segments import GroupEntry, Segment, width
 from deltackpt.reading.merge import Target
 from deltackpt.resources import memory
 
@@ -48,7 +49,7 @@ def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
                 f"[{start}, {stop}); ask for rows that the step holds"
             )
         found[name] = {
-            spec.name: [Box((start, stop), (0, manifest.width(spec.trailing)))]
+            spec.name: [Box((start, stop), (0, width(spec.trailing)))]
             for spec in groups[tables[name].group].fields
         }
     return found

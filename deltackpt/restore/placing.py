@@ -16,8 +16,9 @@ from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format.blocks import VALUES, Box
 from deltackpt.format.manifest import KeyPath, Layout
+from deltackpt.reading.chains import read_chain
 from deltackpt.reading.reader import RestoredTables, restore_tables
-from deltackpt.reading.saves import StoredSave, read_chain
+from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.targets import Wanted
 from deltackpt.state import ownership, paths
 

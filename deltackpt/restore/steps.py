@@ -31,7 +31,16 @@ from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import bounds, logged_dense, point_files, reader, replay, saves
+from deltackpt.reading import (
+    bounds,
+    chains,
+    logged_dense,
+    point_files,
+    reader,
+    removal,
+    replay,
+    saves,
+)
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
@@ -150,7 +159,7 @@ class Found:
           StepGone: it was removed, and another save may have its number.
         """
         if {*others} - {self.target.info.save_id}:
-            raise saves.gone(self.target.step_dir)
+            raise removal.gone(self.target.step_dir)
         saves.check_stands(self.target)
 
 
@@ -229,9 +238,9 @@ class StepReader:
           RestoreError: what is wrong with the step, or with what was asked for.
         """
         step_dir = self._root.at(step)
-        with saves.standing(step_dir):
+        with removal.standing(step_dir):
             source, problem = self._source(service)
-            chain = None if source is not None else saves.read_chain(step_dir, self._item)
+            chain = None if source is not None else chains.read_chain(step_dir, self._item)
             target = saves.read_save(step_dir, self._item) if chain is None else chain[-1]
             expected = None if template is None else tables.split(template, self._choice)
             wanted = None
@@ -348,7 +357,7 @@ class StepReader:
     def _standing(self, found: Found) -> contextlib.AbstractContextManager[None]:
         target = found.target
         save_id = target.info.save_id
-        return saves.standing(
+        return removal.standing(
             target.step_dir, stands=lambda: saves.stands(target.step_dir, save_id, self._item)
         )
 
@@ -414,7 +423,7 @@ class StepReader:
         return files
 
     def _from_storage(self, found: Found, progress: Progress | None) -> RestoredTables:
-        chain = found.saves or saves.read_chain(found.target.step_dir, self._item)
+        chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
         return reader.restore_tables(chain, wanted=found.wanted, progress=progress)
 
     def _dense(self, found: Found, files: ItemFiles | None) -> DenseRead:

@@ -24,8 +24,8 @@ from deltackpt.format.dense_blocks import (
 )
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.figures import LeafFigures
-from deltackpt.format.manifest import ArrayEntry, RollingShare
-from deltackpt.format.segments import Segment
+from deltackpt.format.manifest import RollingShare
+from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.save import block_codes, device_blocks, leaf_parts
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf
 from deltackpt.save.dense_coding import Coding

@@ -21,7 +21,8 @@ from deltackpt import processes
 from deltackpt.errors import TableSelectionError
 from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import Cover, FieldSpec, GroupEntry, Layout, TableEntry
+from deltackpt.format.manifest import Cover, Layout, TableEntry
+from deltackpt.format.segments import FieldSpec, GroupEntry, width
 from deltackpt.save import extract
 from deltackpt.save.extract import FieldShard, FieldSource
 from deltackpt.state import ownership
@@ -272,7 +273,7 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
         spans = blocks.joined((shard.start, shard.stop) for shard in plan.shards)
         if group.columns(spec) is not None:
             found.setdefault((plan.columns, spans), {})[plan.name] = plan
-        elif plan.columns == (0, manifest.width(spec.trailing)):
+        elif plan.columns == (0, width(spec.trailing)):
             narrow.append((spans, plan))
         else:
             raise TableSelectionError(

@@ -19,7 +19,7 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.codecs import Codec, Lossless
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
-from deltackpt.format.manifest import ArrayEntry
+from deltackpt.format.segments import ArrayEntry
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.save.encode import Encoded
 from deltackpt.save.pieces import Piece, ahead

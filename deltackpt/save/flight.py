@@ -18,7 +18,7 @@ from pathlib import Path
 from deltackpt import events
 from deltackpt.errors import TrackingError
 from deltackpt.format.figures import LeafFigures, table_figures
-from deltackpt.format.manifest import GroupEntry
+from deltackpt.format.segments import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import part

@@ -16,7 +16,8 @@ from pathlib import Path
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest
 from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.manifest import GroupEntry, Layout, Manifest, Segment
+from deltackpt.format.manifest import Layout, Manifest
+from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.policy import Choice, CodecChoice
 from deltackpt.resources.workers import Workers
 from deltackpt.save import fields

@@ -23,7 +23,8 @@ import numpy as np
 from deltackpt.errors import TrackingError
 from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import Rows, Span
-from deltackpt.format.manifest import GroupEntry, Layout
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save.clocks import Clocks, Reading
 from deltackpt.save.division import Where

@@ -34,6 +34,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import Manifest, Part
+from deltackpt.format.segments import width
 from deltackpt.storage import files
 from deltackpt.storage.parts import part_of
 
@@ -305,7 +306,7 @@ def _check_told(told: dict[str, tuple[int, int]], other: Manifest) -> None:
 def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
     """Each cell of a base must be written by exactly one process."""
     for group in own.groups:
-        wanted = sum(group.rows * manifest.width(spec.trailing) for spec in group.fields)
+        wanted = sum(group.rows * width(spec.trailing) for spec in group.fields)
         found = sum(cells.get(group.name, 0) for cells in owned)
         if found != wanted:
             tables = [table.name for table in own.tables if table.group == group.name]

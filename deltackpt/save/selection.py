@@ -14,7 +14,8 @@ import numpy as np
 
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Ranges, Span
-from deltackpt.format.manifest import GroupEntry, Layout, RollingShare
+from deltackpt.format.manifest import Layout, RollingShare
+from deltackpt.format.segments import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save import division
 from deltackpt.save.division import Owned, StampsByTable, Where

@@ -19,8 +19,8 @@ import numpy as np
 from deltackpt import codecs, processes
 from deltackpt.codecs import Codec
 from deltackpt.errors import OutOfSpace
-from deltackpt.format import manifest
 from deltackpt.format.manifest import Kind
+from deltackpt.format.segments import width
 from deltackpt.policy import Choice, CodecChoice, too_large
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
@@ -171,7 +171,7 @@ def _expected_bytes(
             held = [s for s in segments if s.group == group.name and spec.name in s.fields]
             # Segments of other columns hold the same rows.
             cells = sum(len(s.rows) * math.prod(s.fields[spec.name].trailing[:1]) for s in held)
-            delta_bytes += cells * row_bytes["delta"] // manifest.width(spec.trailing)
+            delta_bytes += cells * row_bytes["delta"] // width(spec.trailing)
             base_bytes += group.rows * row_bytes["base"]
     return delta_bytes, base_bytes
 

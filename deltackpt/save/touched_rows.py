@@ -15,7 +15,7 @@ import numpy as np
 from deltackpt.errors import TrackingError
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import GroupEntry
+from deltackpt.format.segments import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save import extract
 from deltackpt.save.division import Batch, Division, StampsByTable, stamp_shards_of

@@ -19,7 +19,7 @@ import ray.exceptions
 from deltackpt.errors import AlreadyCompacting, ServiceUnavailable
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import saves
+from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.resources import priority
 from deltackpt.service.options import ServiceOptions
@@ -94,7 +94,7 @@ class Compactor:
         if newest is None or newest == self._looked:
             return
         self._looked = newest
-        read = saves.read_chain(self._root.at(newest), self._options.item)
+        read = chains.read_chain(self._root.at(newest), self._options.item)
         deltas = sum(save.info.kind == "delta" for save in read)
         if deltas >= self._after:
             self._says = f"folds step {newest}"

@@ -12,7 +12,7 @@ import sys
 from deltackpt import service
 from deltackpt.options import Copies, Erasure
 from deltackpt.restore.sources import RowSource
-from deltackpt.tiers.neighbours import Keepers
+from deltackpt.tiers.keepers import Keepers
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:

@@ -26,7 +26,7 @@ from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Copies, Erasure
 from deltackpt.service import lifecycle, names
-from deltackpt.tiers.neighbours import KeeperNode, Keepers
+from deltackpt.tiers.keepers import KeeperNode, Keepers
 
 _MAGIC = "deltackpt.keeper"
 _START_SECS = 30.0

@@ -23,7 +23,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import saves
+from deltackpt.reading import chains, removal, saves
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import LogPoint, Way
 from deltackpt.serving.version import Held, Version
@@ -299,7 +299,7 @@ class _Holder:
         newest = saves.read_save(step_dir, self._item)
         save_id = newest.info.save_id
         if way is not None and way.step != save_id:
-            raise saves.gone(step_dir)
+            raise removal.gone(step_dir)
         held = self.held
         if held is not None and held.is_at(save_id, None if way is None else way.point):
             return False
@@ -324,12 +324,12 @@ class _Holder:
         except DamagedLog:
             raise
         except RestoreError as error:
-            saves.raise_if_removed(further, error)
-            base = saves.read_chain(newest.step_dir, self._item)[0]
+            chains.raise_if_removed(further, error)
+            base = chains.read_chain(newest.step_dir, self._item)[0]
             if base.info.save_id.step <= held.save.save_id.step:
                 raise
             # A base was compacted meanwhile that stands for what is damaged.
             return None
 
     def _whole(self, newest: StoredSave, held: Held | None) -> Held:
-        return self._weights.of_step(saves.read_chain(newest.step_dir, self._item), held)
+        return self._weights.of_step(chains.read_chain(newest.step_dir, self._item), held)

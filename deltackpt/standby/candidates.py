@@ -12,7 +12,7 @@ from typing import Protocol
 
 from deltackpt.errors import DamagedLog, DeltackptError, RestoreError, StepGone, without_frames
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import saves
+from deltackpt.reading import removal
 from deltackpt.reading.stretches import Way
 from deltackpt.standby.marks import Marks
 from deltackpt.storage.store import Spot, Stamp
@@ -100,7 +100,7 @@ class Candidates:
                 continue
             try:
                 if stamp != self._seen or not holder.is_at(way):
-                    with saves.standing(step_dir):
+                    with removal.standing(step_dir):
                         taken = holder.take(step_dir, way) or taken
             except StepGone as error:
                 failure = failure or without_frames(error)

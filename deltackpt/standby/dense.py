@@ -15,7 +15,7 @@ import numpy as np
 from deltackpt.errors import Damaged
 from deltackpt.format.dense_blocks import BlockedValue
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.reading import dense_values, point_files, saves
+from deltackpt.reading import chains, dense_values, point_files
 from deltackpt.reading.dense_values import shape_of
 from deltackpt.reading.saves import StoredSave
 from deltackpt.standby.files import HeldFiles, Room
@@ -78,7 +78,7 @@ class BlockedDense:
 
     def _read(self, data: Mapping[str, np.ndarray]) -> None:
         """All of them, from the base on."""
-        chain = saves.read_chain(self._save.step_dir, self._save.item)
+        chain = chains.read_chain(self._save.step_dir, self._save.item)
 
         def room(value: BlockedValue) -> np.ndarray:
             return data[_name(value)]

@@ -35,7 +35,7 @@ from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import merge, reader, saves
+from deltackpt.reading import chains, merge, reader, removal, saves
 from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.merge import Target
 from deltackpt.reading.replay import SeenRows
@@ -257,7 +257,7 @@ class Follower:
         """
         newest = saves.read_save(step_dir, self._item)
         if way is not None and way.step != newest.info.save_id:
-            raise saves.gone(step_dir)
+            raise removal.gone(step_dir)
         full = None if way is None else self._marks.full(way)
         goal = Goal(save=newest, way=way, full=full)
         held = self._holding
@@ -271,14 +271,14 @@ class Follower:
             except DamagedLog:
                 raise
             except RestoreError as error:
-                saves.raise_if_removed(further[0], error)
-                base = saves.read_chain(step_dir, self._item)[0]
+                chains.raise_if_removed(further[0], error)
+                base = chains.read_chain(step_dir, self._item)[0]
                 if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
                 # A base was compacted meanwhile that stands for what is damaged, or nothing is
                 # held any more.
-        chain = saves.read_chain(step_dir, self._item)
-        saves.read_whole(chain, lambda found: self._take_chain(found, goal))
+        chain = chains.read_chain(step_dir, self._item)
+        chains.read_whole(chain, lambda found: self._take_chain(found, goal))
         return True
 
     def _further(self, goal: Goal, held: Holding) -> tuple[list[StoredSave], Way | None] | None:

@@ -16,7 +16,8 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.format import blocks
-from deltackpt.format.manifest import FieldSpec, GroupEntry, TableEntry
+from deltackpt.format.manifest import TableEntry
+from deltackpt.format.segments import FieldSpec, GroupEntry
 from deltackpt.policy import BitWidthPolicy, CodecChoice
 from deltackpt.state import paths
 from deltackpt.state.paths import Flat

@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from deltackpt.errors import Damaged, StorageError
-from deltackpt.format.manifest import ArrayEntry
+from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.kv_store import reachable

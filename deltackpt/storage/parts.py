@@ -19,15 +19,8 @@ import numpy as np
 
 from deltackpt import __about__
 from deltackpt.format import blocks, gaps, manifest, names
-from deltackpt.format.manifest import (
-    ArrayEntry,
-    Cover,
-    Encoding,
-    GroupEntry,
-    Manifest,
-    Part,
-    Segment,
-)
+from deltackpt.format.manifest import Cover, Manifest, Part
+from deltackpt.format.segments import ArrayEntry, Encoding, GroupEntry, Segment
 from deltackpt.storage import arrays, digests, writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests

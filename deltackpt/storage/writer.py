@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorstore as ts
 
-from deltackpt.format.manifest import ArrayEntry
+from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.memory import aligned_buffer
 from deltackpt.storage import arrays, files
 from deltackpt.storage.batch import FileBatch

@@ -22,7 +22,8 @@ from deltackpt.reading import saves
 from deltackpt.storage.store import Missing, spot
 from deltackpt.tiers import packing, recall
 from deltackpt.tiers.extents import ExtentFile
-from deltackpt.tiers.neighbours import Keepers, Neighbours
+from deltackpt.tiers.keepers import Keepers
+from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.packing import FilePack, Holder
 from deltackpt.tiers.recall import Recalled
 from deltackpt.tiers.stage import Line, Orders, Stage

@@ -27,9 +27,9 @@ from deltackpt.reading.stretches import Logs
 from deltackpt.storage import buckets, files
 from deltackpt.storage.store import spot
 from deltackpt.tiers.extents import ExtentFile
+from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.log_promotion import LogPromotion
 from deltackpt.tiers.near import FindNeighbours, Near
-from deltackpt.tiers.neighbours import Keepers
 from deltackpt.tiers.recall import Recalled
 from deltackpt.tiers.stage import Orders, RollBack, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedRoot

@@ -21,7 +21,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.reading import saves
 from deltackpt.storage.store import Missing, spot
 from deltackpt.tiers import near, packing
-from deltackpt.tiers.neighbours import Keepers, Neighbours
+from deltackpt.tiers.keepers import Keepers
+from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.packing import Label
 from deltackpt.tiers.stage import Orders, Pushed, Stage, key_of
 

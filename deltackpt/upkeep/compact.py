@@ -48,7 +48,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
-from deltackpt.reading import dense_values, inventory, saves
+from deltackpt.reading import chains, dense_values, inventory, removal, saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import priority
@@ -188,8 +188,8 @@ def _compact_in_bucket(
     at = opened.at(step)
     with tempfile.TemporaryDirectory(prefix="deltackpt-compact-") as scratch:
         folder = Path(scratch)
-        with saves.standing(at, during="compacted", instead="compact"):
-            found = saves.read_chain(at, item)
+        with removal.standing(at, during="compacted", instead="compact"):
+            found = chains.read_chain(at, item)
             if len(found) == 1:
                 return None
             held = at.store

@@ -18,9 +18,10 @@ from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Segment, TableEntry
+from deltackpt.format.manifest import TableEntry
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import dense_values, orbax_values, reader, saves
+from deltackpt.reading import chains, dense_values, orbax_values, reader, removal
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import StoredRows
 from deltackpt.reading.saves import StoredPart, StoredSave
@@ -164,10 +165,10 @@ def restore_plan(
     if step is None:
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
     step_dir = opened.at(step)
-    with saves.standing(step_dir, instead="ask for"):
+    with removal.standing(step_dir, instead="ask for"):
         started = time.perf_counter()
-        walked = saves.read_chain(step_dir, item)
-        with saves.standing_chain(walked):
+        walked = chains.read_chain(step_dir, item)
+        with chains.standing_chain(walked):
             for save in walked:
                 for part in save.parts():
                     part.checksums  # noqa: B018  (reads the digests)

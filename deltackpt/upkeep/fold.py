@@ -26,8 +26,9 @@ from deltackpt import codecs
 from deltackpt.errors import OptionError
 from deltackpt.format import manifest, names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
-from deltackpt.reading import reader, saves
+from deltackpt.format.manifest import Manifest
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
+from deltackpt.reading import chains, reader
 from deltackpt.reading.merge import Target
 from deltackpt.reading.reader import Progress, Targets
 from deltackpt.reading.saves import StoredPart, StoredSave
@@ -95,7 +96,7 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
         with files.typed_errors(attempt, "make a directory"):
             attempt.mkdir(parents=True)
             plan.item_dir.mkdir(exist_ok=True)
-        with standing(plan), saves.standing_chain(held):
+        with standing(plan), chains.standing_chain(held):
             dense = fold_dense.fold(plan, held, memory_bytes) if number == 0 else {}
             work = _Fold(plan, number, held, attempt, memory_bytes, progress, dense)
             written = work.run()
@@ -266,7 +267,7 @@ class _Fold:
             self._saves = chain
             return found
 
-        self.bytes_read += saves.read_whole(self._saves, read)
+        self.bytes_read += chains.read_whole(self._saves, read)
 
     def _note(self, nbytes: int) -> None:
         self._done += nbytes
@@ -431,7 +432,7 @@ def _compressed_bytes(chain: Sequence[StoredSave], targets: Targets | None = Non
 
 
 def _row_cells(group: GroupEntry) -> int:
-    return sum(manifest.width(spec.trailing) for spec in group.fields)
+    return sum(width(spec.trailing) for spec in group.fields)
 
 
 def _rows_view(buffer: np.ndarray, spec: FieldSpec, span: Span) -> np.ndarray:

@@ -16,9 +16,10 @@ from pathlib import Path
 from deltackpt.errors import BrokenChain, StepNotFound
 from deltackpt.format import names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import GroupEntry, SaveId
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.segments import GroupEntry
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import dense_values, saves
+from deltackpt.reading import chains, dense_values, removal, saves
 from deltackpt.reading.saves import StoredSave
 
 #: A part is a few seconds of work: what a worker that is lost has to do again.
@@ -93,13 +94,13 @@ def plan(
             raise StepNotFound(f"{directory}: expected committed steps, found none; check the path")
     step_dir = directory / str(step)
     try:
-        with saves.standing(step_dir, during="compacted", instead="compact"):
-            found = saves.read_chain(step_dir, item)
+        with removal.standing(step_dir, during="compacted", instead="compact"):
+            found = chains.read_chain(step_dir, item)
     except BrokenChain as error:
         if named or root.newest_step() == step:
             raise
         # A later step was committed meanwhile, of whose window this one is a part.
-        raise saves.gone(step_dir, during="compacted", instead="compact") from error
+        raise removal.gone(step_dir, during="compacted", instead="compact") from error
     if len(found) == 1:
         return None
     groups = found[-1].layout.groups
@@ -126,17 +127,17 @@ def chain(plan: Plan) -> tuple[StoredSave, ...]:
         windows of later steps alone, since retention removed what was before it.
     """
     try:
-        found = saves.read_chain(plan.step_dir, plan.item)
+        found = chains.read_chain(plan.step_dir, plan.item)
     except BrokenChain as error:
-        raise saves.gone(plan.step_dir, during="compacted", instead="compact") from error
+        raise removal.gone(plan.step_dir, during="compacted", instead="compact") from error
     if found[-1].info.save_id != plan.save_id:
-        raise saves.gone(plan.step_dir, during="compacted", instead="compact")
+        raise removal.gone(plan.step_dir, during="compacted", instead="compact")
     return found
 
 
 def standing(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Within, what fails since the step is no more what was planned for is ``StepGone``."""
-    return saves.standing(
+    return removal.standing(
         plan.step_dir,
         stands=lambda: saves.stands(plan.step_dir, plan.save_id, plan.item),
         during="compacted",

@@ -7,7 +7,7 @@ import numpy as np
 
 from deltackpt.format import names
 from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import Segment
+from deltackpt.format.segments import Segment
 from deltackpt.reading import reader
 from deltackpt.reading.reader import StoredRows, Targets
 from deltackpt.reading.saves import StoredPart

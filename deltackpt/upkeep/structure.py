@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt import codecs
-from deltackpt.format import blocks, dense_blocks, manifest, names
+from deltackpt.format import blocks, dense_blocks, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.dense_blocks import PLAIN
-from deltackpt.format.manifest import FieldSpec, GroupEntry, Manifest, Segment
+from deltackpt.format.manifest import Manifest
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
 from deltackpt.reading import bounds, dense_values, dense_work, reader
 from deltackpt.reading.dense_values import PartSource
 from deltackpt.reading.saves import StoredPart, StoredSave
@@ -80,7 +81,7 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
             yield name, "the covers that the index says", "others"
     if head.parts:
         for group in head.groups:
-            wanted = group.rows * sum(manifest.width(spec.trailing) for spec in group.fields)
+            wanted = group.rows * sum(width(spec.trailing) for spec in group.fields)
             found = sum(record.owned_cells.get(group.name, 0) for record in records)
             if found != wanted:
                 name = names.manifest_name(0)

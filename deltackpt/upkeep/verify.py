@@ -30,28 +30,23 @@ from deltackpt.errors import (
 )
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import Manifest, ParentRef, SaveId
+from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger import lease, leftovers
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import inventory, saves
-from deltackpt.reading.inventory import Inventory
+from deltackpt.reading import saves
 from deltackpt.reading.meter import Meter, Progress
-from deltackpt.reading.saves import StoredSave
-from deltackpt.storage import digests
-from deltackpt.storage.store import Spot, Stamp
 from deltackpt.upkeep.dense_chain import DenseChain
-from deltackpt.upkeep.structure import structure_problems
 from deltackpt.upkeep.verdicts import (
     LogReport,
     Problem,
     RootReport,
     SaveReport,
     StepVerdict,
-    Stops,
 )
 from deltackpt.upkeep.verify_log import verify_log
+from deltackpt.upkeep.verify_save import StandingSave, once, problem_of, standing_saves, verify_save
 
 #: How often the directory is listed anew where a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -123,28 +118,6 @@ def verify_root(
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Save:
-    """A save that stands somewhere, and which one that was.
-
-    Attributes:
-      name: its path below the root.
-      step_dir: the step, or the folder ``compacted/<step>``, which may hold bases of other items.
-      folder: what holds its files: the step, or the item in that folder.
-      stamp: of ``folder``.
-    """
-
-    name: str
-    step_dir: Spot
-    folder: Spot
-    stamp: Stamp
-
-    @property
-    def stands(self) -> bool:
-        """Whether it is still there."""
-        return self.stamp.same(self.folder.stamp())
-
-
 class _Audit:
     """The verification of the saves of a directory."""
 
@@ -160,13 +133,13 @@ class _Audit:
         self._root = opened
         self._item = item
         self._steps = steps
-        self._found: dict[str, tuple[_Save, SaveReport, SaveInfo | None]] = {}
+        self._found: dict[str, tuple[StandingSave, SaveReport, SaveInfo | None]] = {}
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
         """What was found of each save, in the order of the steps; a base before its step."""
-        order = sorted(self._found, key=lambda name: (_number(name), "/" not in name))
-        return tuple(self._found[name][1] for name in order)
+        found = sorted(self._found.values(), key=lambda one: (one[0].step, not one[0].is_base))
+        return tuple(report for _, report, _ in found)
 
     def run(self) -> tuple[StepVerdict, ...]:
         """Verifies all that is wanted; once more where a chain lacks what may have been replaced.
@@ -213,28 +186,20 @@ class _Audit:
         fresh = [save for save in standing.values() if save.name not in self._found]
         if self._steps is not None:
             needed = self._needed(standing)
-            fresh = [save for save in fresh if _number(save.name) in needed]
-        self.meter.expect(sum(_nbytes(save.folder) for save in fresh))
+            fresh = [save for save in fresh if save.step in needed]
+        self.meter.expect(sum(save.nbytes() for save in fresh))
         for save in fresh:
-            report, info = self._verified(save)
+            report, info = verify_save(save, self.meter.add)
             if save.stands:
                 self._found[save.name] = save, report, info
             else:
                 self.notes.append(f"{save.name}: removed while it was verified")
         return bool(fresh)
 
-    def _standing(self) -> Iterator[_Save]:
-        at = self._root.spot
-        for step in sorted(self._root.steps()):
-            folder = at / str(step)
-            stamp = folder.stamp()
-            if stamp is not None:
-                yield _Save(str(step), folder, folder, stamp)
-        for name, stamp in sorted(saves.compacted_bases(at, self._item).items()):
-            folder = names.compacted_dir(at / name, self._item)
-            yield _Save(f"{names.COMPACTED}/{name}", folder.parent, folder, stamp)
+    def _standing(self) -> Iterator[StandingSave]:
+        return standing_saves(self._root, self._item)
 
-    def _needed(self, standing: Mapping[str, _Save]) -> set[int]:
+    def _needed(self, standing: Mapping[str, StandingSave]) -> set[int]:
         """Steps that the wanted ones need, as far as their manifests can be read."""
         needed: set[int] = set()
         pending = list(self._steps or ())
@@ -246,126 +211,10 @@ class _Audit:
             save = standing.get(str(step))
             if save is not None:
                 with contextlib.suppress(RestoreError, StorageError):
-                    parent = saves.read_save(save.step_dir, self._item).info.parent
+                    parent = save.read().info.parent
                     if parent is not None and parent.step_dir.isdecimal():
                         pending.append(int(parent.step_dir))
         return needed
-
-    def _verified(self, save: _Save) -> tuple[SaveReport, SaveInfo | None]:
-        found = inventory.read_inventory(
-            save.step_dir, self._item, shown=save.name, unreadable=True
-        )
-        damage = list(found.damage)
-        damage += digests.check_files(
-            save.step_dir,
-            found.files,
-            shown=save.name,
-            unreadable=True,
-            on_bytes=self.meter.add,
-        )
-        problems = [self._problem(save, error) for error in damage]
-        problems += self._unknown_files(save, found)
-        info = None
-        head = found.records[0] if found.records and found.records[0].process == 0 else None
-        if head is not None:
-            info = SaveInfo.of(head, save.step_dir.name)
-            problems += self._misplaced(save, head)
-            if not any(problem.stops == "chain" for problem in problems):
-                problems += self._structure(save)
-        notes = ()
-        if head is not None and found.scope and "/" not in save.name:
-            notes = ("another manager committed it: Orbax's files have no digests, not checked",)
-        return (
-            SaveReport(
-                name=save.name,
-                kind=head.kind if head else None,
-                save_id=head.save_id if head else None,
-                parent=head.parent.step_dir if head and head.parent else None,
-                file_count=len(found.files),
-                nbytes=sum(digest.length for digest in found.files.values()),
-                problems=_once(problems),
-                notes=notes,
-            ),
-            info,
-        )
-
-    def _problem(self, save: _Save, error: Damaged) -> Problem:
-        inside = error.object_name.removeprefix(f"{save.name}/").removeprefix(f"{self._item}/")
-        ours = inside != error.object_name.removeprefix(f"{save.name}/")
-        stops: Stops = "step"
-        if ours and inside.endswith("/zarr.json"):
-            stops = "nothing"  # It is there for other readers.
-        elif ours and (
-            names.is_of_part(inside)
-            # Of a compacted base, which is passed over.
-            or inside.startswith(f"{names.DENSE_ITEM}/")
-            or inside in (names.manifest_name(0), names.digests_name(0))
-        ):
-            stops = "chain"
-        return Problem(
-            object_name=error.object_name,
-            expected=error.expected,
-            found=error.found,
-            stops=stops,
-        )
-
-    def _unknown_files(self, save: _Save, found: Inventory) -> Iterator[Problem]:
-        """Files that no digest knows; not to be told where the digests themselves are damaged."""
-        if found.damage:
-            return
-        for key in save.folder.keys():
-            name = (save.folder / key).below(save.step_dir)
-            if name.startswith(found.scope) and name not in found.files:
-                yield Problem(
-                    object_name=f"{save.name}/{name}",
-                    expected="files that the digests know",
-                    found="a file that none of them knows",
-                    stops="nothing",
-                )
-
-    def _misplaced(self, save: _Save, head: Manifest) -> Iterator[Problem]:
-        """A compacted base that is none, or of another step; chains tell it of steps."""
-        wanted = f"a base of step {save.step_dir.name}"
-        found = f"a {head.kind} of step {head.save_id.step}"
-        if "/" in save.name and wanted != found:
-            yield Problem(
-                object_name=f"{save.name}/{self._item}/{names.manifest_name(0)}",
-                expected=wanted,
-                found=found,
-                stops="chain",
-            )
-        if "/" not in save.name:
-            try:
-                saves.check_dense(saves.read_save(save.step_dir, self._item))
-            except Damaged as error:
-                yield self._problem(save, error)
-            except (RestoreError, StorageError):
-                return  # Another manager committed it; or the save cannot be read, see below.
-
-    def _structure(self, save: _Save) -> Iterator[Problem]:
-        """What records say that cannot be, although each is as it was written."""
-        try:
-            if "/" in save.name:
-                step_dir = self._root.spot / save.step_dir.name
-                held = saves.read_base(step_dir, self._item)
-            else:
-                held = saves.read_save(save.step_dir, self._item)
-            for name, expected, found in structure_problems(held):
-                yield Problem(
-                    object_name=f"{save.name}/{self._item}/{name}",
-                    expected=expected,
-                    found=found,
-                    stops="chain",
-                )
-        except Damaged as error:
-            yield self._problem(save, error)
-        except (RestoreError, StorageError) as error:
-            yield Problem(
-                object_name=f"{save.name}/{self._item}",
-                expected="a save that this deltackpt can read",
-                found=str(error),
-                stops="chain",
-            )
 
     def _verdict(self, step: int) -> StepVerdict:
         _, report, info = self._found[str(step)]
@@ -409,7 +258,7 @@ class _Audit:
     def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
         """Saves of a chain, base first, that keep its blocks from making up the dense leaves."""
         try:
-            found = DenseChain.of([self._stored(name) for name in read])
+            found = DenseChain.of([self._found[name][0].read() for name in read])
             if found.missing and found.base is not None:
                 name = found.base.step_dir.name
                 if self._has_damaged_item(name) and not found.base.compacted:
@@ -421,12 +270,6 @@ class _Audit:
         except (RestoreError, StorageError):
             return [str(step)]  # Something went meanwhile, or it is told of the save itself.
         return []
-
-    def _stored(self, name: str) -> StoredSave:
-        """A save by its name below the root."""
-        step_dir = self._root.spot / name.rpartition("/")[2]
-        read = saves.read_base if "/" in name else saves.read_save
-        return read(step_dir, self._item)
 
     def _has_damaged_item(self, name: str) -> bool:
         """Whether something is wrong with the dense item of a step."""
@@ -444,8 +287,8 @@ class _Audit:
             stops="step",
         )
         if isinstance(error, Damaged):
-            problem = self._problem(save, error)
-        known = _once((*report.problems, problem))
+            problem = problem_of(save, error)
+        known = once((*report.problems, problem))
         self._found[str(step)] = save, dataclasses.replace(report, problems=known), info
 
     def _windows(self, verdicts: tuple[StepVerdict, ...]) -> tuple[StepVerdict, ...]:
@@ -536,29 +379,6 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
         )
     except (DeltackptError, OSError) as error:
         yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
-
-
-def _number(name: str) -> int:
-    """The step of a save's name; -1 of a compacted base that has none."""
-    tail = name.rpartition("/")[2]
-    return int(tail) if tail.isdecimal() else -1
-
-
-def _once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """One problem for each object: what its records say of it comes first."""
-    found: dict[str, Problem] = {}
-    for problem in problems:
-        found.setdefault(problem.object_name, problem)
-    return tuple(found.values())
-
-
-def _nbytes(folder: Spot) -> int:
-    """Bytes of all files below a folder, from which others may remove files meanwhile."""
-    total = 0
-    for name in folder.keys():
-        with contextlib.suppress(StorageError, Damaged):  # Verification says what is wrong.
-            total += (folder / name).length()
-    return total
 
 
 def _listing(directory: Path) -> list[str]:

@@ -36,8 +36,9 @@ import ml_dtypes
 import numpy as np
 
 import deltackpt
-from deltackpt.format import extents, frames, manifest, names
+from deltackpt.format import extents, frames, names
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
 from deltackpt.tiers.extents import ExtentFile
@@ -476,16 +477,16 @@ def write_dense(root: Path) -> None:
 
 def main() -> None:
     """Writes what is not there yet of the current format version."""
-    plain = HERE / f"v{manifest.FORMAT_VERSION}"
+    plain = HERE / f"v{FORMAT_VERSION}"
     if not plain.exists():
         write(plain, HANDLERS, state_at)
-    parts = HERE / f"parts-v{manifest.FORMAT_VERSION}"
+    parts = HERE / f"parts-v{FORMAT_VERSION}"
     if not parts.exists():
         write_in_two_processes(parts)
-    repeated = HERE / f"repeated-v{manifest.FORMAT_VERSION}"
+    repeated = HERE / f"repeated-v{FORMAT_VERSION}"
     if not repeated.exists():
         write(repeated, HANDLERS, state_at)
-    rolling = HERE / f"rolling-v{manifest.FORMAT_VERSION}"
+    rolling = HERE / f"rolling-v{FORMAT_VERSION}"
     if not rolling.exists():
         write(rolling, ROLLING_HANDLERS, state_at, deltackpt.Rolling(window=2))
     held = HERE / f"extents-v{extents.VERSION}"
@@ -497,10 +498,10 @@ def main() -> None:
     at = HERE / f"log-v{frames.VERSION}"
     if not at.exists():
         write_log(at, LOGGED[frames.VERSION])
-    blocks = HERE / f"dense-v{manifest.FORMAT_VERSION}"
+    blocks = HERE / f"dense-v{FORMAT_VERSION}"
     if not blocks.exists():
         write_dense(blocks)
-    encoded = HERE / f"encodings-v{manifest.FORMAT_VERSION}"
+    encoded = HERE / f"encodings-v{FORMAT_VERSION}"
     if not encoded.exists():
         write(encoded, ENCODED_HANDLERS, odd_state_at)
         found = {}

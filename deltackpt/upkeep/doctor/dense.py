@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from deltackpt import units
 from deltackpt.errors import DeltackptError
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import dense_work, saves
+from deltackpt.reading import chains, dense_work, saves
 from deltackpt.storage.store import spot
 from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.doctor.findings import Finding
@@ -32,7 +32,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
     except (DeltackptError, OSError):
         return  # Why it cannot be read is told of the steps.
     try:
-        found = DenseChain.of(saves.read_chain(at, opened.item))
+        found = DenseChain.of(chains.read_chain(at, opened.item))
         for source in (source for one in found.sources for source in one):
             for segment in source.record.segments:
                 dense_work.check_arrays(source, segment)

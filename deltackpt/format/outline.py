@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outlines of manifests: what tells a save from others, and its size. A directory holds thousands.
+
+An outline has some of a manifest's fields, under the same names, and is built of the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+from deltackpt.format import dtypes, manifest, records
+from deltackpt.format.manifest import Kind, Manifest, ParentRef, RollingShare, SaveId
+from deltackpt.format.records import Unsound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Size:
+    """Of an ArrayEntry what its bytes follow from."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtypes.itemsize_of(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Of a Segment what its bytes follow from."""
+
+    arrays: tuple[_Size, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DenseSizes:
+    """Of DenseBlocks what its bytes follow from."""
+
+    segments: tuple[_Sizes, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PartSize:
+    """Of a Part the bytes of its arrays."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outline:
+    """Of a Manifest what tells a save from others, and its size: a directory holds thousands."""
+
+    kind: Kind
+    save_id: SaveId
+    parent: ParentRef | None
+    process: int
+    process_count: int
+    segments: tuple[_Sizes, ...]
+    parents: tuple[str, ...] = ()
+    rolling: RollingShare | None = None
+    features: tuple[str, ...] = ()
+    parts: tuple[_PartSize, ...] = ()
+    dense_blocks: _DenseSizes | None = None
+    dense_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
+        return manifest.nbytes_of(self)
+
+
+def outline(data: bytes, *, name: str) -> Outline | Manifest:
+    """What chains need to know of a save, of the bytes of the manifest of process 0.
+
+    Args:
+      data: of ``to_bytes``.
+      name: how errors name the manifest.
+
+    Raises:
+      Damaged, FormatTooNew: as ``from_bytes``.
+    """
+    found = records.quickly(Outline, data, name=name, magic=manifest.MAGIC, alike=frozenset())
+    if found is not None and manifest.KNOWN_FEATURES.issuperset(found.features):
+        with contextlib.suppress(Unsound, TypeError):
+            manifest.check_ids(found)
+            return found
+    return manifest.from_bytes(data, name=name)

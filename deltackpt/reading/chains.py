@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of committed saves: what restoring a step reads, found whole beside who replaces it.
+
+Trainers, compactors and retention may be at work meanwhile. What they replace is sought anew, what
+they remove is told from damage, and a compacted base that is damaged is passed over where what it
+replaced still stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
+
+from deltackpt import events
+from deltackpt.errors import (
+    BrokenChain,
+    DamagedLog,
+    FormatTooNew,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    TemplateMismatch,
+)
+from deltackpt.format import chain, manifest, names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.reading.ahead import Ahead
+from deltackpt.reading.removal import goes, gone, is_of_reading, standing
+from deltackpt.reading.saves import (
+    StoredSave,
+    Where,
+    compacted_bases,
+    read_compacted,
+    read_save,
+)
+from deltackpt.storage.store import Spot, spot
+
+#: How often a chain is sought anew beside trainers and compactors that go on replacing it.
+_MOST_CHAINS = 8
+
+_T = TypeVar("_T")
+
+
+def read_chain(
+    step_dir: Where, item: str = names.EMBEDDINGS_ITEM, *, compacted: bool = True
+) -> tuple[StoredSave, ...]:
+    """The saves that restoring a step reads, base first.
+
+    Args:
+      step_dir: the step.
+      item: name of our item in it.
+      compacted: whether a compacted base may stand for the saves that it replaces. One whose
+        manifest is damaged is passed over, with a warning, where those still stand.
+
+    Raises:
+      StepNotFound, ForeignDirectory, Damaged: as ``read_save``.
+      BrokenChain: a parent is missing or is another save than the one named.
+      StepGone: the step was removed meanwhile.
+    """
+    step_dir = spot(step_dir)
+    with standing(step_dir):
+        for _ in range(_MOST_CHAINS):
+            before = compacted_bases(step_dir.parent, item)
+            try:
+                return _walked(step_dir, item, _among(before if compacted else ()))
+            except RestoreError:
+                # What is missing may have been replaced by a base after it had been looked for.
+                if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
+                    raise
+    raise StepGone(
+        f"step directory {step_dir}: expected a chain that stays while read, found it replaced "
+        f"{_MOST_CHAINS} times; try again"
+    )
+
+
+def _among(bases: Collection[str]) -> Callable[[Spot], bool]:
+    """Whether a compacted base was there; asking the store at each link would take longer."""
+    return lambda base: base.parent.name in bases
+
+
+def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
+    """Reads a chain; where it does not hold, reads another one to the same step.
+
+    A compacted base that is damaged is passed over where what it replaced still stands, and a
+    chain that compaction and retention replaced meanwhile is read through its new base.
+
+    Args:
+      saves: a chain of ``read_chain``.
+      read: reads a chain as a whole; called again with another one.
+
+    Raises:
+      RestoreError: what ``read`` raised of the last chain.
+    """
+    unusable: set[Spot] = set()
+    for _ in range(_MOST_CHAINS):
+        try:
+            return read(saves)
+        except (FormatTooNew, TemplateMismatch, DamagedLog):
+            raise
+        except RestoreError as error:
+            if saves[0].compacted:
+                unusable.add(saves[0].item_dir)
+            other = _other_chain(saves, unusable)
+            if other is None:
+                raise
+            events.warn(
+                f"step {saves[-1].info.step_dir}: reading it through {saves[0].name} failed "
+                f"({error}); it is read through {other[0].name} instead"
+            )
+            saves = other
+    return read(saves)
+
+
+def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[StoredSave, ...] | None:
+    """Another chain to the same save; None where there is none."""
+    target = saves[-1]
+    try:
+        found = _walked(target.step_dir, target.item, lambda base: base not in unusable)
+    except RestoreError:
+        return None
+    same = [save.item_dir for save in found] == [save.item_dir for save in saves]
+    return None if same or found[-1].info.save_id != target.info.save_id else found
+
+
+def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[StoredSave, ...]:
+    """The chain of a step as it stands now; ``usable`` says which compacted bases may be in it."""
+    with Ahead() as ahead:
+        return _walked_with(ahead, step_dir, item, usable)
+
+
+def _walked_with(
+    ahead: Ahead, step_dir: Spot, item: str, usable: Callable[[Spot], bool]
+) -> tuple[StoredSave, ...]:
+    damaged: list[RestoreError] = []
+
+    def compacted(where: Spot, save_id: SaveId) -> StoredSave | None:
+        if not usable(names.compacted_dir(where, item)):
+            return None
+        try:
+            return read_compacted(where, save_id, item)
+        except RestoreError as error:
+            damaged.append(error)
+            return None
+
+    def read(where: Spot) -> StoredSave:
+        found = read_save(where, item, read=ahead.read)
+        # Only read sooner: what they are the parents' references say.
+        parents = (step_dir.parent / parent for parent in found.head.parents)
+        ahead.want(parent / item / names.manifest_name(0) for parent in parents)
+        return found
+
+    saves: dict[str, StoredSave] = {}
+    own = read(step_dir)
+    target = compacted(step_dir, own.info.save_id) or own
+    saves[target.step_dir.name] = target
+
+    def find(parent: ParentRef) -> SaveInfo | None:
+        where = step_dir.parent / parent.step_dir
+        try:
+            found = compacted(where, parent.save_id) or read(where)
+        except StepNotFound:
+            return None  # restore_chain names what is missing.
+        saves[parent.step_dir] = found
+        return found.info
+
+    by_dir = {info.step_dir: info for info in chain.walk(target.info, find)}
+    try:
+        infos = chain.restore_chain(target.info, by_dir)
+    except BrokenChain as error:
+        if damaged:
+            raise damaged[-1] from error
+        raise
+    for error in damaged:
+        events.warn(
+            f"step {step_dir.name}: a compacted base in its chain is passed over, it is not "
+            f"intact: {error}"
+        )
+    return tuple(saves[info.step_dir] for info in infos)
+
+
+@contextlib.contextmanager
+def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
+    """As ``standing``, of saves that were found before: retention may have removed a parent.
+
+    A compacted base may stand for what was removed: the step can be read through another chain.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_of_reading(error):
+            raise_if_removed(saves, error)
+        raise
+
+
+def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
+    """Raises StepGone where a save of the chain vanishes within a moment, or another stands there.
+
+    Retention of earlier versions removed parents first, so one may precede its children's end.
+    """
+
+    def removed() -> bool:
+        missing.extend(save for save in saves if not save.item_dir.is_dir() or _is_another(save))
+        return bool(missing)
+
+    missing: list[StoredSave] = []
+    if goes(removed, cause):
+        raise gone(missing[0].step_dir) from cause
+
+
+def _is_another(save: StoredSave) -> bool:
+    """Whether another save stands where a save was, as after a rollback."""
+    try:
+        data = (save.item_dir / names.manifest_name(0)).read()
+        return manifest.from_bytes(data, name=save.name).save_id != save.info.save_id
+    except (RestoreError, OSError):
+        return False

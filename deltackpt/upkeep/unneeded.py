@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps and compacted bases that nothing needs, once some steps are to stay.
+
+Nothing is removed here. What a step that may go is replaced by must be intact: the compacted bases
+that stand for such steps, and the newest chain that is kept, are read and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
+
+from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format import chain, names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import inventory, saves
+from deltackpt.storage import digests
+from deltackpt.storage.store import Spot, Stamp
+
+Kind = Literal[
+    "cut save",
+    "cut deletion",
+    "cut compaction",
+    "compacted base",
+    "step",
+    "rollback",
+    "stretch",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Removable:
+    """Something that nothing needs.
+
+    Attributes:
+      name: its path below the root.
+      kind: what it is.
+      reason: why it may go.
+      nbytes: bytes of its files.
+    """
+
+    name: str
+    kind: Kind
+    reason: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which steps stay, besides what their chains need; every step where nothing is said.
+
+    Attributes:
+      keep_last: how many of the newest steps.
+      keep_every: steps that are multiples of it.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def keeps(self, steps: Collection[int]) -> frozenset[int]:
+        """Those of the steps that stay."""
+        if self.keep_last is None and self.keep_every is None:
+            return frozenset(steps)
+        kept = set(sorted(steps)[-self.keep_last :] if self.keep_last else ())
+        # The newest step is what a run goes on from.
+        kept.add(max(steps, default=0))
+        if self.keep_every is not None:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        return frozenset(kept & set(steps))
+
+
+#: Every step stays.
+KEEP_ALL = Retention()
+#: Folder of a save, its stamp, and whether inside or beside our item, to what is wrong there.
+Checked = dict[tuple[str, Stamp, bool], Damaged | None]
+
+
+class Unneeded:
+    """What may go of the steps, and of the compacted bases."""
+
+    def __init__(self, opened: Steps, item: str, retention: Retention, checked: Checked):
+        """Reads nothing yet.
+
+        Args:
+          opened: the steps.
+          item: name of our item in them.
+          retention: which of them stay.
+          checked: what was checked before; it grows.
+        """
+        self._root = opened
+        self._at = opened.spot
+        self._item = item
+        self._retention = retention
+        self._checked = checked
+        self._notes: list[str] = []
+
+    def find(self) -> tuple[list[Removable], list[str]]:
+        """Steps that retention does not keep, and compacted bases in which no chain ends.
+
+        Returns:
+          What may go, steps newest first; and what stays although it was asked for, and why.
+
+        Raises:
+          StorageError: the steps cannot be read.
+        """
+        saves = self._root.saves()
+        infos = {step: info for step, info in saves.items() if info is not None}
+        unreadable = sorted(set(saves) - set(infos))
+        if unreadable:
+            return [], [f"every step and base stays: the manifests of {unreadable} cannot be read"]
+        keep = self._retention.keeps(infos)
+        bases = self._bases()
+        while True:
+            live = self._live(infos, keep, bases)
+            standing = [infos[step] for step in live]
+            ids = _ids(bases.values())
+            needed = chain.needed_bases(standing, (), ids)
+            steps = sorted(set(infos) - live, reverse=True)
+            unneeded = [name for name, info in sorted(bases.items()) if info.save_id not in needed]
+            if not steps and not unneeded:
+                break
+            ends = [name for name, info in bases.items() if info.save_id in needed]
+            damaged = [name for name in ends if self._is_damaged_base(name)]
+            if not damaged:
+                break
+            # They stand for nothing: what they would replace is needed.
+            bases = {name: info for name, info in bases.items() if name not in damaged}
+        if (steps or unneeded) and not self._keeps_an_intact_chain(infos, keep, bases):
+            self._notes.append("every step and base stays: nothing that is kept is intact")
+            return [], self._notes
+        if extra := sorted(live - keep):
+            self._notes.append(
+                f"the steps {extra} stay only because chains that are kept need them; "
+                "deltackpt compact shortens the chain"
+            )
+        return [*self._steps(steps), *self._removable_bases(unneeded)], self._notes
+
+    def _steps(self, steps: Sequence[int]) -> Iterator[Removable]:
+        for step in steps:
+            yield removable_at(self._at / str(step), "step", "no step that is kept needs it")
+
+    def _removable_bases(self, bases: Sequence[str]) -> Iterator[Removable]:
+        for name in bases:
+            at = names.compacted_dir(self._at / name, self._item)
+            yield removable_at(at, "compacted base", "no chain ends in it")
+
+    def _bases(self) -> Mapping[str, SaveInfo]:
+        """Compacted bases by the names of their steps; those that cannot be read stay."""
+        bases = {}
+        for name in saves.compacted_bases(self._at, self._item):
+            try:
+                bases[name] = saves.read_base(self._at / name, self._item).info
+            except (RestoreError, StorageError) as error:
+                self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {error}")
+        return bases
+
+    def _live(
+        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
+    ) -> frozenset[int]:
+        """Steps that must stay, those that the chains of other items of ours need among them."""
+        ids = [infos[step].save_id for step in keep]
+        live = chain.live_set(ids, infos.values(), (), _ids(bases.values()))
+        steps = {step for step, info in infos.items() if info.save_id in live}
+        for item in self._other_items(infos):
+            others = Steps(self._at, item).saves()
+            if any(info is None and self._holds(step, item) for step, info in others.items()):
+                return frozenset(infos)  # What its chains need is not known.
+            known = {step: info for step, info in others.items() if info is not None}
+            ids = [known[step].save_id for step in steps if step in known]
+            live = chain.live_set(ids, known.values())
+            steps |= {step for step, info in known.items() if info.save_id in live}
+        return frozenset(steps) & frozenset(infos)
+
+    def _other_items(self, steps: Collection[int]) -> set[str]:
+        folders = (self._at / str(step) / name for step in steps for name in self._folders(step))
+        found = (at.name for at in folders if (at / names.manifest_name(0)).is_file())
+        return {*found} - {self._item}
+
+    def _folders(self, step: int) -> list[str]:
+        return (self._at / str(step)).folders()
+
+    def _holds(self, step: int, item: str) -> bool:
+        return (self._at / str(step) / item).is_dir()
+
+    def _keeps_an_intact_chain(
+        self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
+    ) -> bool:
+        """Whether a step that is kept can be restored; says of newer ones why they cannot."""
+        by_id = {info.save_id: info for info in infos.values()}
+        replaced = _ids(bases.values())
+        for step in sorted(keep, reverse=True):
+            damage = self._damage(self._at / str(step), inside=False)
+            goes_on = self._goes_on_from_items(step)
+            info: SaveInfo | None = infos[step]
+            still = math.inf
+            while damage is None and info is not None:
+                if info.save_id in replaced:
+                    return True  # The base was checked before.
+                damage = self._damage(self._at / info.step_dir)
+                if damage is None and goes_on:
+                    damage = self._damage(self._at / info.step_dir, inside=False)
+                still = info.still(still)
+                if damage is None and (info.parent is None or not still):
+                    return True
+                info, parent = None, info.parent
+                if damage is None and parent is not None:
+                    if parent.save_id in replaced:
+                        return True
+                    info = by_id.get(parent.save_id)
+            self._notes.append(f"step {step} cannot be restored: {damage or 'its chain is broken'}")
+        return False
+
+    def _goes_on_from_items(self, step: int) -> bool:
+        """Whether the dense leaves of a step need those of saves that its chain goes through."""
+        try:
+            found = saves.read_save(self._at / str(step), self._item)
+        except (RestoreError, StorageError):
+            return False
+        return found.head.dense_blocks is not None
+
+    def _is_damaged_base(self, name: str) -> bool:
+        damage = self._damage(self._at / names.COMPACTED / name)
+        if damage is not None:
+            self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {damage}")
+        return damage is not None
+
+    def _damage(self, folder: Spot, *, inside: bool = True) -> Damaged | None:
+        """The first thing that is wrong with our item in a step, or with all that is beside it."""
+        shown = folder.below(self._at)
+        stamp = (folder / self._item).stamp()
+        if stamp is None:
+            return Damaged(shown, "a save", "none: it was removed meanwhile")
+        key = (shown, stamp, inside)
+        if key not in self._checked:
+            found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
+            below = f"{self._item}/"
+            wanted = {
+                name: of for name, of in found.files.items() if name.startswith(below) == inside
+            }
+            damage = [
+                one
+                for one in found.damage
+                if one.object_name.startswith(f"{shown}/{below}") == inside
+            ]
+            damage += digests.check_files(folder, wanted, shown=shown, unreadable=True)
+            self._checked[key] = damage[0] if damage else None
+        return self._checked[key]
+
+
+def removable_at(at: Spot, kind: Kind, reason: str) -> Removable:
+    """Something whose place in its store is its name."""
+    return Removable(name=at.key, kind=kind, reason=reason, nbytes=at.tree_bytes())
+
+
+def _ids(saves: Collection[SaveInfo]) -> frozenset[SaveId]:
+    return frozenset(info.save_id for info in saves)

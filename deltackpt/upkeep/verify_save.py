@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of one save: records against each other, files against digests, rows against groups.
+
+Of the chain of a save nothing is seen here: ``verify`` judges chains last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from deltackpt.errors import Damaged, RestoreError, StorageError
+from deltackpt.format import names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import Manifest
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import inventory, saves
+from deltackpt.reading.inventory import Inventory
+from deltackpt.reading.saves import StoredSave
+from deltackpt.storage import digests
+from deltackpt.storage.store import Spot, Stamp
+from deltackpt.upkeep.structure import structure_problems
+from deltackpt.upkeep.verdicts import Problem, SaveReport, Stops
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StandingSave:
+    """A save that stands somewhere, and which one that was.
+
+    Attributes:
+      name: its path below the root.
+      item: name of our item in it.
+      step_dir: the step, or the folder ``compacted/<step>``, which may hold bases of other items.
+      folder: what holds its files: the step, or the item in that folder.
+      stamp: of ``folder``.
+    """
+
+    name: str
+    item: str
+    step_dir: Spot
+    folder: Spot
+    stamp: Stamp
+
+    @property
+    def step(self) -> int:
+        """The step of its name; -1 of a compacted base that has none."""
+        return int(self.step_dir.name) if self.step_dir.name.isdecimal() else -1
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is a compacted base."""
+        return "/" in self.name
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is still there."""
+        return self.stamp.same(self.folder.stamp())
+
+    def nbytes(self) -> int:
+        """Bytes of all its files, of which others may remove some meanwhile."""
+        total = 0
+        for name in self.folder.keys():
+            with contextlib.suppress(StorageError, Damaged):  # Verification says what is wrong.
+                total += (self.folder / name).length()
+        return total
+
+    def read(self) -> StoredSave:
+        """Reads and checks its manifests.
+
+        Raises:
+          RestoreError, StorageError: as ``saves.read_save``.
+        """
+        if not self.is_base:
+            return saves.read_save(self.step_dir, self.item)
+        root = self.step_dir.parent.parent
+        return saves.read_base(root / self.step_dir.name, self.item)
+
+
+def standing_saves(root: Steps, item: str) -> Iterator[StandingSave]:
+    """The steps of a root, ascending, then its compacted bases."""
+    at = root.spot
+    for step in sorted(root.steps()):
+        folder = at / str(step)
+        stamp = folder.stamp()
+        if stamp is not None:
+            yield StandingSave(str(step), item, folder, folder, stamp)
+    for name, stamp in sorted(saves.compacted_bases(at, item).items()):
+        folder = names.compacted_dir(at / name, item)
+        yield StandingSave(f"{names.COMPACTED}/{name}", item, folder.parent, folder, stamp)
+
+
+def verify_save(
+    save: StandingSave, on_bytes: Callable[[int], None]
+) -> tuple[SaveReport, SaveInfo | None]:
+    """Re-reads and checks all that a save holds.
+
+    Args:
+      save: the save.
+      on_bytes: called with bytes read, from several threads.
+
+    Returns:
+      What was found, and what chains need to know of it; None where its manifest cannot be read.
+    """
+    found = inventory.read_inventory(save.step_dir, save.item, shown=save.name, unreadable=True)
+    damage = list(found.damage)
+    damage += digests.check_files(
+        save.step_dir,
+        found.files,
+        shown=save.name,
+        unreadable=True,
+        on_bytes=on_bytes,
+    )
+    problems = [problem_of(save, error) for error in damage]
+    problems += _unknown_files(save, found)
+    info = None
+    head = found.records[0] if found.records and found.records[0].process == 0 else None
+    if head is not None:
+        info = SaveInfo.of(head, save.step_dir.name)
+        problems += _misplaced(save, head)
+        if not any(problem.stops == "chain" for problem in problems):
+            problems += _structure(save)
+    notes = ()
+    if head is not None and found.scope and not save.is_base:
+        notes = ("another manager committed it: Orbax's files have no digests, not checked",)
+    return (
+        SaveReport(
+            name=save.name,
+            kind=head.kind if head else None,
+            save_id=head.save_id if head else None,
+            parent=head.parent.step_dir if head and head.parent else None,
+            file_count=len(found.files),
+            nbytes=sum(digest.length for digest in found.files.values()),
+            problems=once(problems),
+            notes=notes,
+        ),
+        info,
+    )
+
+
+def problem_of(save: StandingSave, error: Damaged) -> Problem:
+    """What is wrong with a save, and what that is in the way of."""
+    inside = error.object_name.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
+    ours = inside != error.object_name.removeprefix(f"{save.name}/")
+    stops: Stops = "step"
+    if ours and inside.endswith("/zarr.json"):
+        stops = "nothing"  # It is there for other readers.
+    elif ours and (
+        names.is_of_part(inside)
+        # Of a compacted base, which is passed over.
+        or inside.startswith(f"{names.DENSE_ITEM}/")
+        or inside in (names.manifest_name(0), names.digests_name(0))
+    ):
+        stops = "chain"
+    return Problem(
+        object_name=error.object_name,
+        expected=error.expected,
+        found=error.found,
+        stops=stops,
+    )
+
+
+def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
+    """Files that no digest knows; not to be told where the digests themselves are damaged."""
+    if found.damage:
+        return
+    for key in save.folder.keys():
+        name = (save.folder / key).below(save.step_dir)
+        if name.startswith(found.scope) and name not in found.files:
+            yield Problem(
+                object_name=f"{save.name}/{name}",
+                expected="files that the digests know",
+                found="a file that none of them knows",
+                stops="nothing",
+            )
+
+
+def _misplaced(save: StandingSave, head: Manifest) -> Iterator[Problem]:
+    """A compacted base that is none, or of another step; chains tell it of steps."""
+    wanted = f"a base of step {save.step_dir.name}"
+    found = f"a {head.kind} of step {head.save_id.step}"
+    if save.is_base and wanted != found:
+        yield Problem(
+            object_name=f"{save.name}/{save.item}/{names.manifest_name(0)}",
+            expected=wanted,
+            found=found,
+            stops="chain",
+        )
+    if not save.is_base:
+        try:
+            saves.check_dense(save.read())
+        except Damaged as error:
+            yield problem_of(save, error)
+        except (RestoreError, StorageError):
+            return  # Another manager committed it; or the save cannot be read, see below.
+
+
+def _structure(save: StandingSave) -> Iterator[Problem]:
+    """What records say that cannot be, although each is as it was written."""
+    try:
+        for name, expected, found in structure_problems(save.read()):
+            yield Problem(
+                object_name=f"{save.name}/{save.item}/{name}",
+                expected=expected,
+                found=found,
+                stops="chain",
+            )
+    except Damaged as error:
+        yield problem_of(save, error)
+    except (RestoreError, StorageError) as error:
+        yield Problem(
+            object_name=f"{save.name}/{save.item}",
+            expected="a save that this deltackpt can read",
+            found=str(error),
+            stops="chain",
+        )
+
+
+def once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """One problem for each object: what its records say of it comes first."""
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        found.setdefault(problem.object_name, problem)
+    return tuple(found.values())

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compactions of step 3 that are killed at one call after the other; step 4 goes on from it.
+
+After each of them, in a process of its own, the steps are read through the compacted base, if there
+is one, and without it: both must give the same. Run as a script; see ``killed_anywhere``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorstore  # noqa: F401  Loaded before the first child is forked.
+
+from deltackpt.format import names
+from deltackpt.reading import chains, dense_values, reader
+from deltackpt.upkeep import compact
+
+#: Audit events at which a compaction is killed.
+_CALLS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
+
+
+class Killed(NamedTuple):
+    """How often a compaction was killed, and how often it was published by then."""
+
+    kills: int
+    published: int
+
+
+def killed_anywhere(root: Path, part: str, *, every: int = 1) -> Killed:
+    """Kills compactions at each ``every``-th call, until one ends; nothing of the others is left.
+
+    Args:
+      root: a directory of steps, of which 3 can be folded.
+      part: which part of the steps is compared: ``tables`` or ``dense``.
+      every: how many calls lie between two kills.
+    """
+    run = subprocess.run(
+        [sys.executable, __file__, str(root), part, str(every)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    kills, published = map(int, run.stdout.split())
+    return Killed(kills, published)
+
+
+def _tables(root: Path, step: int, compacted: bool) -> Mapping[object, bytes]:
+    found = reader.restore_tables(chains.read_chain(root / str(step), compacted=compacted))
+    return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
+
+
+def _dense(root: Path, step: int, compacted: bool) -> Mapping[object, bytes]:
+    found = dense_values.of_step(chains.read_chain(root / str(step), compacted=compacted))
+    return {key: bytes(value) for part in found for key, value in part.items()}
+
+
+_PARTS = {"tables": _tables, "dense": _dense}
+
+
+def _in_child(call: Callable[[], None]) -> int:
+    """Exit code of a process that makes a call; negative where a signal killed it."""
+    # All threads are the child's own: none is running when it is forked.
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(9)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _compact(root: Path, at: int) -> None:
+    """Compacts step 3, and is killed at its ``at``-th call below the root."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event in _CALLS and any(str(root) in one for one in map(str, arguments)):
+            seen += 1
+            if seen == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    assert compact.compact(root, step=3, workers=1, memory_bytes=64 << 20) is not None
+
+
+def _check(root: Path, part: str) -> None:
+    for step in (3, 4):
+        with_base, without = (_PARTS[part](root, step, compacted) for compacted in (True, False))
+        assert with_base == without, f"step {step} is restored otherwise"
+
+
+def _main(root: Path, part: str, every: int) -> None:
+    base = root / names.COMPACTED / "3"
+    at, kills, published = 1, 0, 0
+    while True:
+        ended = _in_child(functools.partial(_compact, root, at))
+        assert ended in (0, -signal.SIGKILL), ended
+        assert _in_child(functools.partial(_check, root, part)) == 0, at
+        if ended == 0:
+            break
+        kills += 1
+        if (base / names.EMBEDDINGS_ITEM).is_dir():
+            # Cut after the rename: it is published, whole.
+            published += 1
+            shutil.rmtree(base)
+        at += every
+    left = [name for name in os.listdir(root / names.COMPACTED) if names.is_compaction(name)]
+    assert left == [], left
+    print(kills, published)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
