@@ -469,13 +469,15 @@ class CheckpointManager:
         """Full points of the log that can be restored by way of a committed step, newest first.
 
         One may be trimmed before it is restored, once two further steps are committed: ``restore``
-        says so then.
+        says so then. Of a manager's own none is, as long as it neither saves, logs nor waits.
 
         Raises:
           Damaged: the newest head of the log cannot be read.
         """
         with self._lock:
             self._check_usable()
+            if self._recorder is not None:
+                self._recorder.settle_trimming()
             return self._restorer.points()
 
     # Restoring.

@@ -416,13 +416,17 @@ class Recorder:
                 raise failure.error() from failure.cause
         return self.recovery(fresh=True)
 
+    def settle_trimming(self) -> None:
+        """Waits until nothing is being trimmed, which only a later call of this manager begins."""
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
+
     def settle_quietly(self) -> None:
         """Waits until all marks are durable, or have failed; the next ``log()`` tells of that.
 
         Nothing is being trimmed then, and so no point goes while it is restored and gone on from.
         """
-        if self._trimming is not None:
-            concurrent.futures.wait([self._trimming])
+        self.settle_trimming()
         if self._options is not None and (writer := self._writer) is not None:
             try:
                 writer.wait(self._options.deadline_secs)
@@ -434,8 +438,7 @@ class Recorder:
         self._needs.end()
         if self._stretch is not None:
             self._stretch.writer.close()
-        if self._trimming is not None:
-            concurrent.futures.wait([self._trimming])
+        self.settle_trimming()
 
     # What saves tell; see ``handlers.run.Log``.
 
