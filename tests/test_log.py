@@ -87,6 +87,13 @@ def restored(manager, training):
     return result
 
 
+def assert_found_again(root, training):
+    """A manager that is opened anew restores the newest state."""
+    expected = training.step
+    with manager_of(root) as manager:
+        assert restored(manager, training).step == expected
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replayed_rows_are_in_every_delta_that_is_taken_against_the_step_below(
     tmp_path, training, policy
@@ -200,9 +207,7 @@ def test_marks_of_a_point_that_training_has_gone_back_to_are_not_trimmed(tmp_pat
             assert training.log(manager).kind == "full"
         training.log(manager)
         assert manager.wait_logged().step == training.step
-    with manager_of(tmp_path) as manager:
-        expected = training.step
-        assert restored(manager, training).step == expected
+    assert_found_again(tmp_path, training)
 
 
 def test_where_the_marks_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_path, training):
@@ -223,9 +228,7 @@ def test_where_the_marks_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_pat
         assert logged.saved is not None and logged.saved.kind == "delta"
         training.log(manager)
         assert manager.wait_logged().step == training.step
-    with manager_of(tmp_path) as manager:
-        expected = training.step
-        assert restored(manager, training).step == expected
+    assert_found_again(tmp_path, training)
 
 
 def test_points_above_a_step_that_training_goes_on_from_are_dead(tmp_path, training):
@@ -384,9 +387,7 @@ def test_rows_that_verify_tracking_finds_unmarked_end_the_points_of_the_run(tmp_
         assert training.save(manager).kind == "base"
         training.log(manager)
         manager.wait_logged()
-    with manager_of(tmp_path) as manager:
-        expected = training.step
-        assert restored(manager, training).step == expected
+    assert_found_again(tmp_path, training)
 
 
 def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(tmp_path, training):
@@ -401,9 +402,7 @@ def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(tmp
         training.log(manager)
         manager.wait_logged()
         assert [point.step for point in manager.points()][0] == training.step
-    with manager_of(tmp_path) as manager:
-        expected = training.step
-        assert restored(manager, training).step == expected
+    assert_found_again(tmp_path, training)
 
 
 def test_marks_are_waited_for_with_the_first_step_that_they_lead_down_to(tmp_path, training):

@@ -27,9 +27,9 @@ from deltackpt.errors import OptionError
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import stored_dtype
 
-#: Blocks that are decoded at once: of float32, 1 MiB; fewer pay more for the calls than the cache
-#: saves.
-_PIECE_BLOCKS = 1024
+#: Blocks that are encoded or decoded at once: of float32, 1 MiB; fewer pay more for the calls than
+#: the cache saves.
+PIECE_BLOCKS = 1024
 
 
 def bits_dtype(dtype: np.dtype) -> np.dtype:
@@ -178,9 +178,9 @@ class Difference(_Linear):
     ) -> None:
         """See ``BlockCodec``."""
         assert reference is not None
-        room = np.empty((2, min(len(out), _PIECE_BLOCKS), BLOCK), np.float32)
-        for start in range(0, len(out), _PIECE_BLOCKS):
-            part = slice(start, start + _PIECE_BLOCKS)
+        room = np.empty((2, min(len(out), PIECE_BLOCKS), BLOCK), np.float32)
+        for start in range(0, len(out), PIECE_BLOCKS):
+            part = slice(start, start + PIECE_BLOCKS)
             before, found = widened(reference[part], room[0]), room[1, : len(out[part])]
             self.code.decode({name: array[part] for name, array in arrays.items()}, found)
             # The same number whether the product and the sum are fused or not.
@@ -201,8 +201,8 @@ class Alone(_Linear):
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
     ) -> None:
         """See ``BlockCodec``."""
-        for start in range(0, len(out), _PIECE_BLOCKS):
-            part = slice(start, start + _PIECE_BLOCKS)
+        for start in range(0, len(out), PIECE_BLOCKS):
+            part = slice(start, start + PIECE_BLOCKS)
             self.code.decode({name: array[part] for name, array in arrays.items()}, out[part])
 
 

@@ -243,9 +243,9 @@ def _created(path: Path, *, direct: bool) -> tuple[int, bool]:
     descriptor = os.open(path, flags, 0o600)
     if direct:
         try:
-            if aligned.alignment(descriptor) <= ALIGNMENT:
-                fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-                return descriptor, True
+            aligned.check_alignment(descriptor)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+            return descriptor, True
         except OSError as error:
             if error.errno not in aligned.REFUSED:
                 os.close(descriptor)

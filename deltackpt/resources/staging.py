@@ -20,6 +20,7 @@ import numpy as np
 
 from deltackpt.errors import OptionError
 from deltackpt.resources.memory import aligned_buffer
+from deltackpt.resources.workers import drain
 
 _GRAIN_BYTES = 1 << 20
 #: Threads share copies of so many bytes at least, each in pieces of about so many.
@@ -84,22 +85,13 @@ class Staging:
           pairs: where to, and what, of equal shapes.
         """
         if sum(source.nbytes for _, source in pairs) < _SHARED_BYTES:
-            for out, source in pairs:
-                np.copyto(out, source)
+            for pair in pairs:
+                _copy(pair)
             return
         left = collections.deque(piece for pair in pairs for piece in _pieces(*pair))
-
-        def work() -> None:
-            while left:
-                try:
-                    out, source = left.popleft()
-                except IndexError:
-                    return
-                np.copyto(out, source)
-
-        helpers = [self._pool.submit(work) for _ in range(self.THREADS - 1)]
+        helpers = [self._pool.submit(drain, left, _copy) for _ in range(self.THREADS - 1)]
         try:
-            work()
+            drain(left, _copy)
         finally:
             left.clear()
             # Who has not begun is not waited for: nothing is left to be done.
@@ -152,3 +144,7 @@ def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, n
     count = max(1, len(source) * _PIECE_BYTES // source.nbytes)
     for start in range(0, len(source), count):
         yield out[start : start + count], source[start : start + count]
+
+
+def _copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    np.copyto(*pair)

@@ -7,6 +7,7 @@ wanted elsewhere.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import functools
 from collections.abc import Callable, Collection
@@ -21,6 +22,21 @@ _T = TypeVar("_T")
 _THREADS = 2
 #: Files that are forced to disk at once.
 FORCERS = 8
+
+
+def drain(items: collections.deque[_T], action: Callable[[_T], object]) -> None:
+    """Does something with each of what is left, until nothing is: several threads may share it.
+
+    Args:
+      items: taken from its left.
+      action: of one item; what it raises ends this call, and leaves the others to other threads.
+    """
+    while True:
+        try:
+            item = items.popleft()
+        except IndexError:
+            return
+        action(item)
 
 
 class Workers:

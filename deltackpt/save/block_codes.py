@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from deltackpt.codecs import of_blocks
+from deltackpt.codecs.of_blocks import PIECE_BLOCKS
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import encode_blocks
 from deltackpt.save.dense_references import Array
-from deltackpt.save.scratch import PIECE_BLOCKS
 
 #: Blocks that one thread encodes at once.
 _SPAN_BLOCKS = 1 << 14
@@ -324,44 +324,52 @@ def _lossy(
         reference = None if before is None else before[part]
         norm += encode_blocks.squares(rows)
         numbers = np.arange(start + first, start + first + len(rows))
+        piece = _Piece(rows, reference, numbers, out)
         changed = np.ones(len(rows), bool)
         if reference is not None and skip_unchanged:
             changed = changed_blocks(rows, reference)
         if np.count_nonzero(changed) > _MOSTLY * len(rows):
-            coded, missed = _coded(codec, rows, reference, numbers, out, changed)
+            coded, missed = _coded(codec, piece, changed)
             if not changed.all():
                 assert reference is not None
                 out[~changed] = reference[~changed]
         else:
             assert reference is not None
             np.copyto(out, reference)
-            coded, missed = _gathered(codec, rows, reference, numbers, out, changed)
+            coded, missed = _gathered(codec, piece, changed)
         pieces += coded
         error += missed
     return _Span(pieces, error, norm)
 
 
-def _coded(
-    codec: str,
-    rows: np.ndarray,
-    reference: np.ndarray | None,
-    numbers: np.ndarray,
-    out: np.ndarray,
-    wanted: np.ndarray,
-) -> tuple[list[CodedBlocks], float]:
+class _Piece(NamedTuple):
+    """Blocks that are encoded at once.
+
+    Attributes:
+      rows: (n, 256).
+      reference: likewise; None where there is none.
+      numbers: of the blocks in the leaf.
+      out: as ``rows``, gets what they decode to.
+    """
+
+    rows: np.ndarray
+    reference: np.ndarray | None
+    numbers: np.ndarray
+    out: np.ndarray
+
+
+def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlocks], float]:
     """Encodes a piece; what a codec does not hold is left to the next wider one.
 
     Args:
       codec: the first.
-      rows: (n, 256).
-      reference: likewise.
-      numbers: of the blocks in the leaf.
-      out: likewise, gets what the wanted ones decode to, and of the others anything.
+      piece: of blocks that are not wanted ``out`` gets anything.
       wanted: (n,) bool.
 
     Returns:
       What is stored, and the sum of the squares of its errors.
     """
+    rows, reference, numbers, out = piece
     if codec == of_blocks.EXACT:
         np.copyto(out, rows)
         raw = _lossless("raw", rows, None, np.flatnonzero(wanted), 0)
@@ -373,26 +381,18 @@ def _coded(
     if coded.held.any():
         arrays = {name: array[coded.held] for name, array in coded.arrays.items()}
         pieces.append(CodedBlocks(codec, numbers[coded.held], arrays))
-    left = wanted & ~coded.held
-    others, missed = _gathered(of_blocks.wider(codec), rows, reference, numbers, out, left)
+    others, missed = _gathered(of_blocks.wider(codec), piece, wanted & ~coded.held)
     return pieces + others, coded.squared_error + missed
 
 
-def _gathered(
-    codec: str,
-    rows: np.ndarray,
-    reference: np.ndarray | None,
-    numbers: np.ndarray,
-    out: np.ndarray,
-    wanted: np.ndarray,
-) -> tuple[list[CodedBlocks], float]:
+def _gathered(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlocks], float]:
     """As ``_coded``, by way of copies: for few wanted ones. Others of ``out`` stay as they are."""
     count = np.count_nonzero(wanted)
     if not count:
         return [], 0.0
-    before = None if reference is None else reference[wanted]
-    found = np.empty((count, BLOCK), out.dtype)
-    every = np.ones(count, bool)
-    coded = _coded(codec, rows[wanted], before, numbers[wanted], found, every)
-    out[wanted] = found
+    before = None if piece.reference is None else piece.reference[wanted]
+    found = np.empty((count, BLOCK), piece.out.dtype)
+    few = _Piece(piece.rows[wanted], before, piece.numbers[wanted], found)
+    coded = _coded(codec, few, np.ones(count, bool))
+    piece.out[wanted] = found
     return coded

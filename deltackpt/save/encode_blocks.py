@@ -16,12 +16,12 @@ import numpy as np
 
 from deltackpt.codecs import packing, uniform
 from deltackpt.codecs.block_codec import BlockCodec
-from deltackpt.codecs.of_blocks import Alone, Difference
+from deltackpt.codecs.of_blocks import PIECE_BLOCKS, Alone, Difference
 from deltackpt.codecs.uniform import Uniform
 from deltackpt.codecs.widening import widened
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.save import encode_logarithms
-from deltackpt.save.scratch import PIECE_BLOCKS, SCRATCH
+from deltackpt.save.scratch import SCRATCH
 
 #: The least greatest magnitude of what is encoded, where that is not 0: scales are normal numbers.
 SMALLEST = 2.0**-80

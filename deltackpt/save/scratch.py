@@ -10,10 +10,8 @@ import threading
 
 import numpy as np
 
+from deltackpt.codecs.of_blocks import PIECE_BLOCKS
 from deltackpt.format.dense_blocks import BLOCK
-
-#: Blocks of a piece: of float32, 1 MiB; shorter ones pay more for the calls than the cache saves.
-PIECE_BLOCKS = 1024
 
 
 class _Scratch(threading.local):

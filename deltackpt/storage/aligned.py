@@ -88,6 +88,16 @@ class BlockFile:
         os.close(self._descriptor)
 
 
+def check_alignment(descriptor: int) -> None:
+    """Checks that the file system takes direct writes of whole blocks of ``ALIGNMENT``.
+
+    Raises:
+      OSError: EINVAL, it takes none, or others.
+    """
+    if alignment(descriptor) > ALIGNMENT:
+        raise OSError(errno.EINVAL, "another alignment")
+
+
 def alignment(descriptor: int) -> int:
     """What the file system asks of direct writes in memory and in the file.
 
@@ -143,8 +153,7 @@ def _opened(path: Path) -> tuple[int, bool]:
     descriptor = -1
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
-        if alignment(descriptor) > ALIGNMENT:
-            raise OSError(errno.EINVAL, "another alignment")
+        check_alignment(descriptor)
         os.preadv(descriptor, [aligned_buffer(ALIGNMENT).data], 0)
         return descriptor, True
     except OSError as error:

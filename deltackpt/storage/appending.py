@@ -8,7 +8,6 @@ A few bytes are better left to the cache: several such writes go to disk togethe
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +46,7 @@ class Appender:
         self.descriptor = os.open(path, _NEW, 0o666)
         try:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            if aligned.alignment(self._direct) > ALIGNMENT:
-                raise OSError(errno.EINVAL, "another alignment")
+            aligned.check_alignment(self._direct)
         except OSError as error:
             if error.errno not in aligned.REFUSED:
                 raise

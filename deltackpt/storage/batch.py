@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import errno
 import os
 import resource
 import shutil
@@ -28,7 +27,7 @@ import numpy as np
 from deltackpt.errors import StorageError
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
 from deltackpt.resources.pace import Pace
-from deltackpt.resources.workers import FORCERS
+from deltackpt.resources.workers import FORCERS, drain
 from deltackpt.storage import aligned, digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c, joined
 from deltackpt.storage.digests import Digest
@@ -304,8 +303,7 @@ class FileBatch:
         """Whether the file system took it; it refuses before it takes anything."""
         try:
             with self._new(path, os.O_DIRECT) as descriptor:
-                if aligned.alignment(descriptor) > ALIGNMENT:
-                    raise OSError(errno.EINVAL, "another alignment")
+                aligned.check_alignment(descriptor)
                 for start, piece in pieces.pieces(direct=True):
                     self.pace.take(piece.nbytes)
                     aligned.write_aligned(descriptor, piece, start)
@@ -324,18 +322,10 @@ class FileBatch:
                 action(item)
             return
         left = collections.deque(items)
-
-        def work() -> None:
-            while left:
-                try:
-                    item = left.popleft()
-                except IndexError:
-                    return
-                action(item)
-
         # A hand-over costs more than many a file. All are waited for before the first error is
         # raised, so that descriptors may be closed.
-        pending = [self._pool.submit(work) for _ in range(min(len(items), FORCERS))]
+        count = min(len(items), FORCERS)
+        pending = [self._pool.submit(drain, left, action) for _ in range(count)]
         concurrent.futures.wait(pending)
         for future in pending:
             future.result()
